@@ -1,0 +1,27 @@
+"""Attention with weights, in the order in which a token meets the layers.
+
+    token_ids (B, T)
+      -> TokenAndPositionEmbedding  (B, T, D)
+      -> CausalSelfAttention or DecoderBlock, any number of them  (B, T, D)
+      -> VocabProjection  (B, T, V)
+
+The letters are those of `functional`.
+"""
+
+from keras_tinyattn.layers.attention import (
+    AttentionTrace,
+    CausalSelfAttention,
+    ScaledSelfAttention,
+)
+from keras_tinyattn.layers.decoder import DecoderBlock
+from keras_tinyattn.layers.embedding import TokenAndPositionEmbedding
+from keras_tinyattn.layers.projection import VocabProjection
+
+__all__ = [
+    "AttentionTrace",
+    "CausalSelfAttention",
+    "DecoderBlock",
+    "ScaledSelfAttention",
+    "TokenAndPositionEmbedding",
+    "VocabProjection",
+]

@@ -1,0 +1,35 @@
+"""Checks and conversions of the arguments that several layers share."""
+
+from keras import initializers
+
+
+def own_draw(initializer, index):
+    """The same distribution with a draw of its own.
+
+    A Keras initializer object gives the same numbers each time it is called, so that kernels of one
+    shape would start as copies of each other.
+    """
+    if not isinstance(initializer, initializers.Initializer):
+        return initializer
+    config = initializer.get_config()
+    if isinstance(config.get("seed"), int):
+        config["seed"] += index
+    return type(initializer).from_config(config)
+
+
+def check_size(name, value):
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
+        raise ValueError(
+            f"{name} counts something. Expected an integer of at least 1. "
+            f"Received: {name}={value!r}. Give a positive integer."
+        )
+    return int(value)
+
+
+def check_rate(dropout):
+    if not 0 <= dropout < 1:
+        raise ValueError(
+            "dropout is the share that is dropped. Expected a number in [0, 1). "
+            f"Received: dropout={dropout}. Use 0 for no dropout."
+        )
+    return float(dropout)

@@ -1,0 +1,157 @@
+"""Attention and a perceptron on one residual stream."""
+
+import keras
+from keras import initializers
+
+from keras_tinyattn.layers._arguments import check_rate, check_size, own_draw
+from keras_tinyattn.layers.attention import CausalSelfAttention
+
+__all__ = ["DecoderBlock"]
+
+
+@keras.saving.register_keras_serializable(package="keras_tinyattn")
+def _tanh_gelu(x):
+    return keras.activations.gelu(x, approximate=True)
+
+
+@keras.saving.register_keras_serializable(package="keras_tinyattn")
+class DecoderBlock(keras.layers.Layer):
+    """GPT-2's block: attention, then a two-layer perceptron, each on a normalised residual stream.
+
+        x = x + attention(norm(x))
+        x = x + mlp(norm(x)),    mlp(x) = gelu(x W + b) W' + b'
+
+    The normalisation is LayerNorm with epsilon 1e-5, the GELU its tanh approximation.
+
+    Args:
+        hidden_dim: D, the width of the residual stream.
+        num_heads: H; must divide D.
+        intermediate_dim: width of the perceptron's inner layer; 4 D unless given.
+        dropout: share dropped in training from the weights and from what each half adds, in [0, 1).
+        kernel_initializer: initializer of every kernel; each kernel gets its own draw.
+        blockwise: as in `ScaledSelfAttention`.
+        seed: seed of the dropout.
+
+    Call arguments:
+        inputs: `(B, T, D)`.
+        mask, attention_mask, cache, positions: as in `CausalSelfAttention`.
+        training: whether dropout is on.
+
+    Returns:
+        `(B, T, D)`; with a cache a pair of it and the new cache.
+
+    Raises:
+        ValueError: if a size is below 1, the heads do not divide the width, or dropout is out of
+            range.
+
+    Example:
+
+    >>> DecoderBlock(hidden_dim=8, num_heads=2)(keras.ops.ones((1, 3, 8))).shape
+    TensorShape([1, 3, 8])
+
+    Reference: Radford et al., "Language Models are Unsupervised Multitask Learners" (GPT-2), 2019.
+    """
+
+    def __init__(
+        self,
+        hidden_dim,
+        num_heads,
+        intermediate_dim=None,
+        dropout=0.0,
+        kernel_initializer="glorot_uniform",
+        blockwise=None,
+        seed=None,
+        **kwargs,
+    ):
+        super().__init__(**kwargs)
+        self.hidden_dim = check_size("hidden_dim", hidden_dim)
+        self.num_heads = check_size("num_heads", num_heads)
+        if hidden_dim % num_heads:
+            raise ValueError(
+                "The heads share the width evenly. Expected num_heads to divide hidden_dim. "
+                f"Received: hidden_dim={hidden_dim}, num_heads={num_heads}. "
+                f"Choose a hidden_dim that is a multiple of {num_heads}."
+            )
+        self.intermediate_dim = check_size(
+            "intermediate_dim", 4 * hidden_dim if intermediate_dim is None else intermediate_dim
+        )
+        self.dropout = check_rate(dropout)
+        self.kernel_initializer = initializers.get(kernel_initializer)
+        self.blockwise = blockwise
+        self.seed = seed
+        self.supports_masking = True
+        self.attention_norm = keras.layers.LayerNormalization(
+            epsilon=1e-5, dtype=self.dtype_policy, name="attention_norm"
+        )
+        self.attention = CausalSelfAttention(
+            head_dim=hidden_dim // num_heads,
+            num_heads=num_heads,
+            output_dim=hidden_dim,
+            use_bias=True,
+            dropout=dropout,
+            kernel_initializer=self.kernel_initializer,
+            blockwise=blockwise,
+            seed=seed,
+            dtype=self.dtype_policy,
+            name="attention",
+        )
+        self.mlp_norm = keras.layers.LayerNormalization(
+            epsilon=1e-5, dtype=self.dtype_policy, name="mlp_norm"
+        )
+        self.mlp_expand = keras.layers.Dense(
+            self.intermediate_dim,
+            activation=_tanh_gelu,
+            kernel_initializer=own_draw(self.kernel_initializer, 4),
+            dtype=self.dtype_policy,
+            name="mlp_expand",
+        )
+        self.mlp_contract = keras.layers.Dense(
+            hidden_dim,
+            kernel_initializer=own_draw(self.kernel_initializer, 5),
+            dtype=self.dtype_policy,
+            name="mlp_contract",
+        )
+        self.residual_dropout = keras.layers.Dropout(
+            self.dropout, seed=seed, dtype=self.dtype_policy, name="residual_dropout"
+        )
+
+    def build(self, input_shape):
+        self.attention_norm.build(input_shape)
+        self.attention.build(input_shape)
+        self.mlp_norm.build(input_shape)
+        self.mlp_expand.build(input_shape)
+        self.mlp_contract.build((*input_shape[:-1], self.intermediate_dim))
+
+    def call(self, inputs, mask=None, attention_mask=None, cache=None, positions=None, training=None):
+        if mask is None:
+            mask = getattr(inputs, "_keras_mask", None)
+        attended = self.attention(
+            self.attention_norm(inputs),
+            mask=mask,
+            attention_mask=attention_mask,
+            cache=cache,
+            positions=positions,
+            training=training,
+        )
+        if cache is not None:
+            attended, cache = attended
+        x = inputs + self.residual_dropout(attended, training=training)
+        expanded = self.mlp_expand(self.mlp_norm(x))
+        x = x + self.residual_dropout(self.mlp_contract(expanded), training=training)
+        return x if cache is None else (x, cache)
+
+    def make_cache(self, batch_size, length):
+        """An empty cache for the block's attention, as `CausalSelfAttention.make_cache` makes it."""
+        return self.attention.make_cache(batch_size, length)
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "hidden_dim": self.hidden_dim,
+            "num_heads": self.num_heads,
+            "intermediate_dim": self.intermediate_dim,
+            "dropout": self.dropout,
+            "kernel_initializer": initializers.serialize(self.kernel_initializer),
+            "blockwise": self.blockwise,
+            "seed": self.seed,
+        }

@@ -1,0 +1,215 @@
+"""A causal language model: token ids in, the logits of each next token out."""
+
+import keras
+
+from keras_tinyattn.layers import DecoderBlock, TokenAndPositionEmbedding, VocabProjection
+
+__all__ = ["CausalLM", "gpt"]
+
+
+@keras.saving.register_keras_serializable(package="keras_tinyattn")
+class CausalLM(keras.Model):
+    """Embedding, causal blocks and vocabulary projection, one after the other.
+
+    Args:
+        embedding: a `TokenAndPositionEmbedding`.
+        blocks: list of causal layers that follow one protocol: `block(x)` for a full window,
+            `block(x, cache=..., positions=...)` for a step, `block.make_cache(batch_size, length)`;
+            `CausalSelfAttention` and `DecoderBlock` do.
+        projection: a `VocabProjection`; one with `tied=True` is tied to the embedding here, and again
+            when the model is cloned or loaded.
+        final_norm: a layer applied after the last block; none unless given.
+
+    Call arguments:
+        token_ids: `(B, T)` integers, T at most `sequence_length`.
+        cache: what `make_cache` makes, one entry a block.
+        positions: `(T,)` or `(B, T)` integers, where the tokens of a cached step stand; required with
+            a cache.
+        training: whether dropout is on.
+
+    Returns:
+        `(B, T, V)` float32 logits: row t scores the token at t + 1. With a cache a pair of them and
+        the new cache.
+
+    Raises:
+        ValueError: if there is no block, the vocabulary sizes differ, or the window is too long.
+
+    Example:
+
+    >>> model = CausalLM(
+    ...     TokenAndPositionEmbedding(vocabulary_size=20, sequence_length=10, hidden_dim=8),
+    ...     [DecoderBlock(hidden_dim=8, num_heads=2)],
+    ...     VocabProjection(vocabulary_size=20),
+    ... )
+    >>> model(keras.ops.array([[1, 2, 3]])).shape
+    TensorShape([1, 3, 20])
+    """
+
+    def __init__(self, embedding, blocks, projection, final_norm=None, **kwargs):
+        super().__init__(**kwargs)
+        if not blocks:
+            raise ValueError(
+                "A language model needs at least one block to look at the past. "
+                "Expected a list of causal layers. Received: an empty list. "
+                "Give [CausalSelfAttention(head_dim)] or a list of DecoderBlock."
+            )
+        if projection.vocabulary_size != embedding.vocabulary_size:
+            raise ValueError(
+                "The model reads and writes one vocabulary. Expected a projection with "
+                f"vocabulary_size={embedding.vocabulary_size}, as the embedding has. "
+                f"Received: vocabulary_size={projection.vocabulary_size}. Use one size for both."
+            )
+        self.embedding = embedding
+        self.blocks = list(blocks)
+        self.final_norm = final_norm
+        self.projection = projection
+        if projection.tied:
+            projection.tie(embedding)
+
+    @property
+    def vocabulary_size(self):
+        return self.embedding.vocabulary_size
+
+    @property
+    def sequence_length(self):
+        return self.embedding.sequence_length
+
+    def build(self, input_shape):
+        # A layer that was deserialized is built already.
+        if not self.embedding.built:
+            self.embedding.build(input_shape)
+        shape = (*input_shape, self.embedding.hidden_dim)
+        for layer in (*self.blocks, self.final_norm, self.projection):
+            if layer is None:
+                continue
+            if not layer.built:
+                layer.build(shape)
+            shape = (*shape[:-1], _width_after(layer, shape))
+
+    def call(self, token_ids, cache=None, positions=None, training=None):
+        if (cache is None) != (positions is None):
+            raise ValueError(
+                "A cached step needs to know where its tokens stand, and a full window starts at 0. "
+                "Expected cache and positions together, or neither. Received: "
+                f"cache={'None' if cache is None else 'given'}, "
+                f"positions={'None' if positions is None else 'given'}. "
+                "Give both, or leave both out."
+            )
+        x = self.embedding(token_ids, positions=positions)
+        if cache is None:
+            for block in self.blocks:
+                x = block(x, training=training)
+        else:
+            new_cache = []
+            for block, block_cache in zip(self.blocks, cache, strict=True):
+                x, block_cache = block(x, cache=block_cache, positions=positions, training=training)
+                new_cache.append(block_cache)
+        if self.final_norm is not None:
+            x = self.final_norm(x)
+        logits = self.projection(x)
+        return logits if cache is None else (logits, tuple(new_cache))
+
+    def make_cache(self, batch_size, length=None):
+        """An empty cache, one entry a block.
+
+        Args:
+            batch_size: B.
+            length: how many positions it holds; `sequence_length` unless given.
+        """
+        length = self.sequence_length if length is None else length
+        return tuple(block.make_cache(batch_size, length) for block in self.blocks)
+
+    def get_config(self):
+        serialize = keras.saving.serialize_keras_object
+        return {
+            **super().get_config(),
+            "embedding": serialize(self.embedding),
+            "blocks": [serialize(block) for block in self.blocks],
+            "projection": serialize(self.projection),
+            "final_norm": None if self.final_norm is None else serialize(self.final_norm),
+        }
+
+    @classmethod
+    def from_config(cls, config, custom_objects=None):
+        parts = ("embedding", "blocks", "projection", "final_norm")
+        config = {
+            key: keras.saving.deserialize_keras_object(value, custom_objects) if key in parts else value
+            for key, value in config.items()
+        }
+        return cls(**config)
+
+
+def gpt(
+    vocabulary_size,
+    sequence_length,
+    hidden_dim,
+    num_heads,
+    num_layers,
+    dropout=0.0,
+    tie_embeddings=True,
+    **kwargs,
+):
+    """A `CausalLM` of GPT-2's shape: pre-norm blocks, a final norm, learned positions.
+
+    Args:
+        vocabulary_size: V.
+        sequence_length: the longest window, in tokens.
+        hidden_dim: D.
+        num_heads: H; must divide D.
+        num_layers: the number of `DecoderBlock`s.
+        dropout: share dropped in training, in [0, 1).
+        tie_embeddings: whether the projection uses the token table.
+        **kwargs: passed on to `CausalLM`, such as `name`.
+
+    Returns:
+        A `CausalLM`, not yet built. Kernels and tables start normal with standard deviation 0.02;
+        `keras.utils.set_random_seed` makes them, and the dropout, repeat.
+
+    Raises:
+        ValueError: if a size is below 1, the heads do not divide the width, or dropout is out of
+            range.
+
+    Example:
+
+    >>> model = gpt(65, sequence_length=16, hidden_dim=8, num_heads=2, num_layers=2)
+    >>> model(keras.ops.array([[1, 2]])).shape
+    TensorShape([1, 2, 65])
+
+    Reference: Radford et al., "Language Models are Unsupervised Multitask Learners" (GPT-2), 2019.
+    """
+
+    def initializer():
+        return keras.initializers.RandomNormal(stddev=0.02)
+
+    return CausalLM(
+        TokenAndPositionEmbedding(
+            vocabulary_size,
+            sequence_length,
+            hidden_dim,
+            embeddings_initializer=initializer(),
+            name="embedding",
+        ),
+        [
+            DecoderBlock(
+                hidden_dim,
+                num_heads,
+                dropout=dropout,
+                kernel_initializer=initializer(),
+                name=f"block_{index}",
+            )
+            for index in range(num_layers)
+        ],
+        VocabProjection(
+            vocabulary_size,
+            tied=tie_embeddings,
+            kernel_initializer=initializer(),
+            name="projection",
+        ),
+        final_norm=keras.layers.LayerNormalization(epsilon=1e-5, name="final_norm"),
+        **kwargs,
+    )
+
+
+def _width_after(layer, shape):
+    """The width of what a layer gives for inputs of this shape."""
+    return layer.compute_output_spec(keras.KerasTensor(shape)).shape[-1]
