@@ -1,0 +1,165 @@
+"""What a script does around its own work: start quietly, check its options, end like a command."""
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+
+PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
+
+
+@contextlib.contextmanager
+def quiet_imports():
+    """Import TensorFlow inside this block, and it says nothing on standard error.
+
+    No environment variable hides all the lines that its libraries write while they load, so the file
+    descriptor itself is turned away, for the imports only; if they fail, what they wrote is shown.
+    `TF_CPP_MIN_LOG_LEVEL=0` in the environment shows everything.
+    """
+    # The scripts use TensorFlow's own tape and functions, whatever backend Keras was set to.
+    os.environ["KERAS_BACKEND"] = "tensorflow"
+    if os.environ.get("TF_CPP_MIN_LOG_LEVEL") == "0":
+        yield
+        return
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+    try:
+        standard_error = os.dup(2)
+    except OSError:  # The process was started without one.
+        yield
+        return
+    with tempfile.TemporaryFile() as held_back:
+        os.dup2(held_back.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            held_back.seek(0)
+            with open(standard_error, "wb", closefd=False) as shown:
+                shutil.copyfileobj(held_back, shown)
+            raise
+        finally:
+            os.dup2(standard_error, 2)
+            os.close(standard_error)
+
+
+def run(main, argv=None):
+    """Call `main(argv)` and end the process: 0, or one sentence on standard error and 2.
+
+    Args:
+        main: takes a list of arguments, or None for those of the process; raises ValueError or
+            OSError for what its user can put right.
+        argv: the arguments.
+
+    Raises:
+        SystemExit: always.
+    """
+    try:
+        main(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:  # The reader, `head` say, has seen enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (ValueError, OSError) as error:
+        reason = str(error)
+        if isinstance(error, OSError) and error.strerror:
+            reason = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+        print(f"{Path(sys.argv[0]).name}: error: {' '.join(reason.split())}", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(0)
+
+
+def console():
+    """A console for tables and sentences: at most 88 columns, since longer lines read badly."""
+    if hasattr(sys.stdout, "reconfigure"):
+        # Under an encoding without them, a `?` stands for signs such as the square root.
+        sys.stdout.reconfigure(errors="replace")
+    output = Console(highlight=False)
+    output.width = min(output.width, 88)
+    return output
+
+
+def check_count(option, value, at_least=0):
+    """Refuse a number of steps, epochs or tokens that is too small.
+
+    Raises:
+        ValueError: if it is.
+    """
+    if value < at_least:
+        raise ValueError(f"{option} must be {at_least} or more, but {value} was received.")
+
+
+def check_file(option, path, suffixes=()):
+    """Refuse, before any work is done, a file that could not be written after it.
+
+    Args:
+        option: the option's name, for the message.
+        path: where to write; None checks nothing.
+        suffixes: the endings that the name may have; any unless given.
+
+    Raises:
+        ValueError: if the name has another ending, or the file cannot be written there.
+    """
+    if path is None:
+        return
+    folder = Path(path).absolute().parent
+    if Path(path).is_dir():
+        problem = "it is a directory"
+    elif not folder.is_dir():
+        problem = f"the directory {str(folder)!r} does not exist"
+    elif suffixes and Path(path).suffix.lower() not in suffixes:
+        problem = f"its name does not end in {' or '.join(suffixes)}"
+    elif not os.access(path if Path(path).exists() else folder, os.W_OK):
+        problem = "the permission is missing"
+    else:
+        return
+    raise ValueError(f"{option} needs a file that can be written, but for {str(path)!r} {problem}.")
+
+
+def check_picture(option, path):
+    """As `check_file`, for a picture that matplotlib draws.
+
+    Raises:
+        ValueError: as `check_file`; if matplotlib is not installed.
+    """
+    check_file(option, path, PICTURE_SUFFIXES)
+    if path is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(
+            f"{option} draws with matplotlib, which is not installed; "
+            'install it with `pip install "keras-tinyattn[plot]"`.'
+        )
+
+
+@contextlib.contextmanager
+def whole_file(path):
+    """A name beside `path` to write to, renamed to it at the end of a block that succeeds.
+
+    So nobody meets half a file, and a failure leaves what stood there before.
+    """
+    path = Path(path).resolve()
+    if path.exists() and not path.is_file():  # Such as /dev/stdout.
+        yield path
+        return
+    part = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    try:
+        yield part
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def ran_on(tensor):
+    """The device that computed an eager tensor, in words: "CPU (...)" or "GPU:0 (its name)"."""
+    import tensorflow as tf
+
+    device = tf.DeviceSpec.from_string(tensor.device)
+    gpus = tf.config.list_physical_devices("GPU")
+    if device.device_type != "GPU":
+        return f"{device.device_type} (TensorFlow sees {len(gpus) or 'no'} GPU{'s' * (len(gpus) > 1)})"
+    details = tf.config.experimental.get_device_details(gpus[min(device.device_index, len(gpus) - 1)])
+    return f"GPU:{device.device_index} ({details.get('device_name', 'of unknown name')})"
