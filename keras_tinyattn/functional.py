@@ -43,7 +43,10 @@ def causal_mask(query_positions, key_positions):
 
 
 def attention_scores(queries, keys):
-    """Dot product of every query with every key, `Q K^T`.
+    """Dot product of every query with every key, `Q K^T`, in at least float32.
+
+    In half precision a score of some hundreds has lost the digits that the softmax needs, and a
+    larger one overflows.
 
     The division by `sqrt(head_dim)` is the caller's: dividing the `T x K` queries costs less
     than dividing the `T x S` scores.
@@ -53,14 +56,15 @@ def attention_scores(queries, keys):
         keys: `(..., S, K)`.
 
     Returns:
-        `(..., T, S)`: row i, column j says how well query i matches key j.
+        `(..., T, S)`, float32 (float64 for float64 inputs): row i, column j says how well query i
+        matches key j.
 
     Example:
 
     >>> print(attention_scores(ops.array([[1.0, 2.0]]), ops.array([[3.0, 4.0], [5.0, 6.0]])).numpy())
     [[11. 17.]]
     """
-    return ops.matmul(queries, ops.swapaxes(keys, -1, -2))
+    return ops.matmul(at_least_float32(queries), ops.swapaxes(at_least_float32(keys), -1, -2))
 
 
 def softmax(scores):
@@ -195,7 +199,7 @@ def blockwise_attention(queries, keys, values, key_mask=None, causal=False, bloc
 
     def pair_scores(query, key, i, j):
         """(H, block_size, block_size) scores of query block i and key block j, -inf where masked."""
-        scores = ops.cast(attention_scores(query, key), dtype)
+        scores = attention_scores(query, key)
         mask = _block(mask_blocks, j)[None, :]
         if causal:
             mask = mask & (on_diagonal | (i > j))
@@ -266,7 +270,7 @@ def blockwise_attention(queries, keys, values, key_mask=None, causal=False, bloc
                 query, key = _block(query_parts, i), _block(key_parts, j)
                 value, d_output = _block(value_parts, j), _block(upstream, i)
                 weights = ops.exp(pair_scores(query, key, i, j) - _block(logsumexps, i))
-                d_weights = ops.cast(attention_scores(d_output, value), dtype)
+                d_weights = attention_scores(d_output, value)
                 d_scores = ops.cast(weights * (d_weights - _block(inner, i)), values.dtype)
                 weights = ops.cast(weights, values.dtype)
                 d_queries = _add(d_queries, i, ops.matmul(d_scores, key))

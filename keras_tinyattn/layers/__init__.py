@@ -8,11 +8,8 @@
 The letters are those of `functional`.
 """
 
-from keras_tinyattn.layers.attention import (
-    AttentionTrace,
-    CausalSelfAttention,
-    ScaledSelfAttention,
-)
+from keras_tinyattn.layers.attention import AttentionTrace, ScaledSelfAttention
+from keras_tinyattn.layers.causal_attention import CausalSelfAttention
 from keras_tinyattn.layers.decoder import DecoderBlock
 from keras_tinyattn.layers.embedding import TokenAndPositionEmbedding
 from keras_tinyattn.layers.projection import VocabProjection

@@ -12,9 +12,11 @@ def own_draw(initializer, index):
     if not isinstance(initializer, initializers.Initializer):
         return initializer
     config = initializer.get_config()
-    if isinstance(config.get("seed"), int):
-        config["seed"] += index
-    return type(initializer).from_config(config)
+    seed = config.get("seed", "none")
+    # Without a seed there is no draw to repeat, and a seed generator moves on by itself.
+    if not (seed is None or isinstance(seed, int)):
+        return initializer
+    return type(initializer).from_config({**config, "seed": None if seed is None else seed + index})
 
 
 def check_size(name, value):

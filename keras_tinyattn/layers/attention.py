@@ -3,12 +3,13 @@
 from typing import Any, NamedTuple
 
 import keras
-from keras import backend, constraints, initializers, ops, regularizers
+from keras import constraints, initializers, ops, regularizers
 
 from keras_tinyattn import functional
 from keras_tinyattn.layers._arguments import check_rate, check_size, own_draw
+from keras_tinyattn.layers._masks import hide_padding, implicit_mask, join_masks
 
-__all__ = ["AttentionTrace", "CausalSelfAttention", "ScaledSelfAttention"]
+__all__ = ["AttentionTrace", "ScaledSelfAttention"]
 
 # From this many tokens on, attention goes by blocks: below, whole matrices are faster.
 BLOCKWISE_FROM = 1024
@@ -112,6 +113,11 @@ class ScaledSelfAttention(keras.layers.Layer):
         self.bias_regularizer = regularizers.get(bias_regularizer)
         self.kernel_constraint = constraints.get(kernel_constraint)
         self.bias_constraint = constraints.get(bias_constraint)
+        if blockwise not in (None, True, False):
+            raise ValueError(
+                "blockwise is a choice. Expected True, False, or None to choose by the length. "
+                f"Received: blockwise={blockwise!r}."
+            )
         if blockwise and self.dropout:
             raise ValueError(
                 "Blockwise attention never holds the weights, so it cannot drop any out. "
@@ -182,10 +188,12 @@ class ScaledSelfAttention(keras.layers.Layer):
                 "Expected a built layer. Received: a layer that was never called. "
                 "Call it on an input first, or call build(input_shape)."
             )
+        mask = implicit_mask(inputs) if mask is None else mask
+        rows_may_be_empty = mask is not None or attention_mask is not None
         inputs = ops.cast(ops.convert_to_tensor(inputs), self.compute_dtype)
-        inputs, mask, rows_may_be_empty = self._prepare(inputs, mask, attention_mask)
+        inputs, mask = join_masks(inputs, mask, attention_mask, self.num_heads, self._causal)
         queries, keys, values = self._project(inputs)
-        weights, attended = self._attend(queries, keys, values, mask, rows_may_be_empty)
+        weights, attended = self._attend(queries, keys, values, mask, rows_may_be_empty, training=False)
         return AttentionTrace(
             queries,
             keys,
@@ -199,19 +207,18 @@ class ScaledSelfAttention(keras.layers.Layer):
     # One forward pass, a method a stage.
 
     def _attend_window(self, inputs, mask, attention_mask, return_attention_scores, training):
-        if mask is None:
-            # Keras fills `mask` by itself only where `inputs` is the one tensor argument.
-            mask = getattr(inputs, "_keras_mask", None)
+        mask = implicit_mask(inputs) if mask is None else mask
         if self._goes_by_blocks(inputs, attention_mask, return_attention_scores, training):
-            mask = _padding_mask(mask, inputs.shape)
-            queries, keys, values = self._project(_zero_unless(mask, inputs))
+            inputs, padding = hide_padding(inputs, mask)
+            queries, keys, values = self._project(inputs)
             attended = functional.blockwise_attention(
-                self._scale(queries), keys, values, mask, causal=self._causal
+                self._scale(queries), keys, values, padding, causal=self._causal
             )
-            if mask is not None:
-                attended = ops.where(mask[:, None, :, None], attended, 0.0)
+            if padding is not None:
+                attended = ops.where(padding[:, None, :, None], attended, 0.0)
             return self._output(attended)
-        inputs, mask, rows_may_be_empty = self._prepare(inputs, mask, attention_mask)
+        rows_may_be_empty = mask is not None or attention_mask is not None
+        inputs, mask = join_masks(inputs, mask, attention_mask, self.num_heads, self._causal)
         queries, keys, values = self._project(inputs)
         weights, attended = self._attend(queries, keys, values, mask, rows_may_be_empty, training)
         output = self._output(attended)
@@ -236,33 +243,6 @@ class ScaledSelfAttention(keras.layers.Layer):
         dense_wanted = return_attention_scores or attention_mask is not None
         dense_wanted = dense_wanted or (self.dropout and training)
         return not dense_wanted and length is not None and length >= BLOCKWISE_FROM
-
-    def _prepare(self, inputs, mask, attention_mask):
-        """Join the masks into one, and keep what nobody may look at from reaching anybody.
-
-        A weight of zero does not silence a NaN, since 0 * NaN is NaN, neither in the output nor in
-        the gradient of a kernel: such inputs become zeros before they are projected.
-
-        Returns the inputs, a boolean mask that broadcasts to (B, H, T, S) or None, and whether the
-        mask may leave a query with no key.
-        """
-        length = ops.shape(inputs)[1]
-        padding = _padding_mask(mask, inputs.shape)
-        allowed = _attention_mask(attention_mask, inputs.shape, self.num_heads)
-        joined = None
-        if self._causal:
-            joined = functional.causal_mask(ops.arange(length), ops.arange(length))[None, None]
-        if allowed is not None:
-            joined = allowed if joined is None else joined & allowed
-            # True where some query of some head may look, whichever axes of the mask broadcast.
-            seen = ops.any(ops.broadcast_to(joined, (*ops.shape(joined)[:2], length, length)), (1, 2))
-            unseen_nan = ~seen & ~ops.all(ops.isfinite(inputs), axis=-1)
-            inputs = _zero_unless(~unseen_nan, inputs)
-        if padding is not None:
-            inputs = _zero_unless(padding, inputs)
-            padding = padding[:, None, :, None] & padding[:, None, None, :]
-            joined = padding if joined is None else joined & padding
-        return inputs, joined, mask is not None or attention_mask is not None
 
     def _project(self, inputs):
         """(B, T, D) -> three of (B, H, T, K)."""
@@ -322,163 +302,3 @@ class ScaledSelfAttention(keras.layers.Layer):
             constraint=self.bias_constraint,
         )
         return kernel, bias
-
-
-@keras.saving.register_keras_serializable(package="keras_tinyattn")
-class CausalSelfAttention(ScaledSelfAttention):
-    """Self-attention in which a position sees itself and the past only.
-
-    It takes the arguments of `ScaledSelfAttention`, and a cache besides: the keys and values of
-    the tokens before, so that a step computes its own tokens only.
-
-    Call arguments:
-        inputs: `(B, T, D)`; a full window, or with a cache the tokens of this step.
-        mask: as in `ScaledSelfAttention`; not with a cache.
-        attention_mask: as in `ScaledSelfAttention`; not with a cache.
-        cache: a pair of `(B, H, S, K)`, keys and values, as `make_cache` makes it.
-        positions: `(T,)` or `(B, T)` integers, the absolute position of each token of the step and
-            the slot of the cache into which it goes; required with a cache. A row may be at
-            another position than its neighbour, so prompts of unequal length share a batch: padded
-            on the right, a slot of padding is unseen until the token that belongs there is written.
-        return_attention_scores: whether to return the weights as well.
-        training: whether dropout is on.
-
-    Returns:
-        `output`, then the weights if `return_attention_scores`, then the new cache if one was
-        given. At a position outside the cache output and new keys and values are NaN: nothing is
-        clamped or wrapped, and a compiled function cannot raise.
-
-    Raises:
-        ValueError: as in `ScaledSelfAttention`; if only one of cache and positions is given, or a
-            mask together with a cache.
-
-    Example:
-
-    >>> layer = CausalSelfAttention(head_dim=4)
-    >>> x = ops.ones((1, 3, 8))
-    >>> window = layer(x)
-    >>> cache = layer.make_cache(batch_size=1, length=3)
-    >>> step, cache = layer(x[:, :1], cache=cache, positions=ops.array([0]))
-    >>> bool(ops.all(ops.isclose(step, window[:, :1])))
-    True
-    """
-
-    _causal = True
-
-    def call(
-        self,
-        inputs,
-        mask=None,
-        attention_mask=None,
-        cache=None,
-        positions=None,
-        return_attention_scores=False,
-        training=None,
-    ):
-        _check_cache(cache, positions)
-        if cache is None:
-            return self._attend_window(inputs, mask, attention_mask, return_attention_scores, training)
-        implicit_mask = getattr(inputs, "_keras_mask", None)
-        if any(given is not None for given in (mask, attention_mask, implicit_mask)):
-            raise ValueError(
-                "A cached step makes its mask from the positions. "
-                "Expected neither mask nor attention_mask with a cache. Received: "
-                f"mask={'None' if mask is None and implicit_mask is None else 'given'}, "
-                f"attention_mask={'None' if attention_mask is None else 'given'}. "
-                "Pad on the right and give each row its own positions."
-            )
-        keys, values = cache
-        positions = ops.convert_to_tensor(positions)
-        slots = ops.clip(positions, 0, ops.shape(keys)[2] - 1)
-        poison = ops.where(ops.equal(slots, positions), 0.0, float("nan"))[..., None]
-        slots = ops.cast(slots, "int32")
-        queries, new_keys, new_values = self._project(inputs + ops.cast(poison, inputs.dtype))
-        keys = _write(keys, slots, new_keys)
-        values = _write(values, slots, new_values)
-        causal = functional.causal_mask(slots, ops.arange(ops.shape(keys)[2]))
-        causal = causal[:, None] if len(causal.shape) == 3 else causal
-        weights, attended = self._attend(
-            queries, keys, values, causal, rows_may_be_empty=False, training=training
-        )
-        output = self._output(attended)
-        cache = (keys, values)
-        return (output, weights, cache) if return_attention_scores else (output, cache)
-
-    def make_cache(self, batch_size, length):
-        """An empty cache: a pair of zeros of shape `(batch_size, H, length, K)`, keys and values."""
-        shape = (batch_size, self.num_heads, length, self.head_dim)
-        return (ops.zeros(shape, self.compute_dtype), ops.zeros(shape, self.compute_dtype))
-
-
-def _write(cache, slots, update):
-    """Put `update` (B, H, T, K) into `cache` (B, H, S, K), each row at its own slots (T,) or (B, T)."""
-    batch, num_heads, length, head_dim = ops.shape(cache)
-    tokens = ops.shape(update)[2]
-    lines = ops.reshape(ops.arange(batch * num_heads) * length, (batch, num_heads, 1))
-    lines = lines + (slots if len(slots.shape) == 1 else slots[:, None])
-    written = ops.scatter_update(
-        ops.reshape(cache, (batch * num_heads * length, head_dim)),
-        ops.reshape(lines, (batch * num_heads * tokens, 1)),
-        ops.reshape(ops.cast(update, cache.dtype), (batch * num_heads * tokens, head_dim)),
-    )
-    return ops.reshape(written, (batch, num_heads, length, head_dim))
-
-
-def _check_cache(cache, positions):
-    if (cache is None) != (positions is None):
-        raise ValueError(
-            "A cached step needs to know where its tokens stand, and a full window starts at 0. "
-            "Expected cache and positions together, or neither. Received: "
-            f"cache={'given' if cache is not None else None}, "
-            f"positions={'given' if positions is not None else None}. Give both, or leave both out."
-        )
-
-
-def _padding_mask(mask, inputs_shape):
-    """`mask` as (B, S) booleans, or None."""
-    if mask is None:
-        return None
-    return _as_booleans("mask", mask, {2: inputs_shape[:2]}, "(B, S)", broadcasts=False)
-
-
-def _attention_mask(mask, inputs_shape, num_heads):
-    """`attention_mask` as booleans that broadcast to (B, H, T, S), or None."""
-    if mask is None:
-        return None
-    B, T, _ = inputs_shape
-    sizes = {2: (T, T), 3: (B, T, T), 4: (B, num_heads, T, T)}
-    letters = "(T, S), (B, T, S) or (B, H, T, S)"
-    mask = _as_booleans("attention_mask", mask, sizes, letters, broadcasts=True)
-    if len(mask.shape) == 2:
-        return mask[None, None]
-    return mask[:, None] if len(mask.shape) == 3 else mask
-
-
-def _as_booleans(name, mask, sizes, letters, broadcasts):
-    """Check that a mask is boolean or integer, of a rank in `sizes` and of the sizes given there."""
-    mask = ops.convert_to_tensor(mask)
-    dtype = backend.standardize_dtype(mask.dtype)
-    if dtype != "bool" and "int" not in dtype:
-        raise ValueError(
-            f"{name} says what may be seen. Expected booleans, or integers 0 and 1. "
-            f"Received: {dtype}. Turn a mask of 0 and -inf into `mask == 0`."
-        )
-    shape = tuple(mask.shape)
-    expected = tuple(sizes.get(len(shape), ()))
-    if len(shape) not in sizes or not all(
-        size is None or wanted is None or size == wanted or (broadcasts and size == 1)
-        for size, wanted in zip(shape, expected, strict=True)
-    ):
-        raise ValueError(
-            f"{name} does not fit the inputs. Expected shape {letters}, "
-            f"here {' or '.join(str(tuple(size)) for size in sizes.values())}"
-            f"{', where an axis of size 1 broadcasts' if broadcasts else ''}. "
-            f"Received: shape {shape}. "
-            "Padding goes into `mask`, who may look at whom into `attention_mask`."
-        )
-    return ops.cast(mask, "bool")
-
-
-def _zero_unless(mask, inputs):
-    """Inputs (B, T, D) where the mask (B, T) is true, zeros elsewhere."""
-    return inputs if mask is None else ops.where(mask[..., None], inputs, 0.0)

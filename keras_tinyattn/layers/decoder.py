@@ -4,7 +4,8 @@ import keras
 from keras import initializers
 
 from keras_tinyattn.layers._arguments import check_rate, check_size, own_draw
-from keras_tinyattn.layers.attention import CausalSelfAttention
+from keras_tinyattn.layers._masks import implicit_mask, join_masks
+from keras_tinyattn.layers.causal_attention import CausalSelfAttention
 
 __all__ = ["DecoderBlock"]
 
@@ -112,10 +113,21 @@ class DecoderBlock(keras.layers.Layer):
             name="mlp_contract",
         )
         self.residual_dropout = keras.layers.Dropout(
-            self.dropout, seed=seed, dtype=self.dtype_policy, name="residual_dropout"
+            self.dropout,
+            # Not the stream of the weights' dropout.
+            seed=None if seed is None else seed + 1,
+            dtype=self.dtype_policy,
+            name="residual_dropout",
         )
 
     def build(self, input_shape):
+        if input_shape[-1] != self.hidden_dim:
+            raise ValueError(
+                "The block adds to a residual stream of its own width. "
+                f"Expected inputs of shape (B, T, {self.hidden_dim}). "
+                f"Received: shape {tuple(input_shape)}. "
+                "Project the inputs to that width, or build the block with another hidden_dim."
+            )
         self.attention_norm.build(input_shape)
         self.attention.build(input_shape)
         self.mlp_norm.build(input_shape)
@@ -123,8 +135,10 @@ class DecoderBlock(keras.layers.Layer):
         self.mlp_contract.build((*input_shape[:-1], self.intermediate_dim))
 
     def call(self, inputs, mask=None, attention_mask=None, cache=None, positions=None, training=None):
-        if mask is None:
-            mask = getattr(inputs, "_keras_mask", None)
+        mask = implicit_mask(inputs) if mask is None else mask
+        if cache is None and (mask is not None or attention_mask is not None):
+            # What attention hides must not reach the gradients of the perceptron either.
+            inputs, _ = join_masks(inputs, mask, attention_mask, self.num_heads, causal=True)
         attended = self.attention(
             self.attention_norm(inputs),
             mask=mask,

@@ -54,6 +54,8 @@ class TokenAndPositionEmbedding(keras.layers.Layer):
         **kwargs,
     ):
         super().__init__(**kwargs)
+        # Ids that come as floats must not be rounded to half precision.
+        self.autocast = False
         self.vocabulary_size = check_size("vocabulary_size", vocabulary_size)
         self.sequence_length = check_size("sequence_length", sequence_length)
         self.hidden_dim = check_size("hidden_dim", hidden_dim)
@@ -100,11 +102,14 @@ class TokenAndPositionEmbedding(keras.layers.Layer):
     def _look_up(self, table, indices):
         """Rows of the table in the compute dtype, NaN where there is no such row."""
         indices = ops.convert_to_tensor(indices)
+        whole = indices
         if backend.standardize_dtype(indices.dtype) not in ("int32", "int64"):
-            indices = ops.cast(indices, "int32")
-        inside = ops.clip(indices, 0, table.shape[0] - 1)
+            whole = ops.cast(indices, "int32")
+        inside = ops.clip(whole, 0, table.shape[0] - 1)
         rows = ops.cast(ops.take(table, inside, axis=0), self.compute_dtype)
-        return ops.where(ops.equal(inside, indices)[..., None], rows, float("nan"))
+        # Compared in the type that came in: a fraction, or what the cast wrapped, is no id either.
+        there = ops.equal(ops.cast(inside, indices.dtype), indices)
+        return ops.where(there[..., None], rows, float("nan"))
 
     def get_config(self):
         return {

@@ -1,0 +1,241 @@
+"""Weights of a GPT-2 that others trained, in our own model."""
+
+import json
+import pathlib
+import re
+
+import keras
+import numpy as np
+
+from keras_tinyattn.layers import DecoderBlock, TokenAndPositionEmbedding, VocabProjection
+from keras_tinyattn.model import CausalLM
+
+__all__ = ["causal_lm_from_gpt2"]
+
+# The causal mask, which PyTorch models keep among their tensors; ours makes it from positions.
+_MASK_NAME = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
+_BLOCK_NAME = re.compile(r"h\.\d+\.")
+
+_SAFETENSORS_TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "U8": "u1", "BOOL": "?", "I64": "<i8"}
+
+
+def causal_lm_from_gpt2(state_dict, num_heads, dropout=0.0, **kwargs):
+    """A `CausalLM` with the weights of a GPT-2, as Hugging Face, minGPT and nanoGPT name them.
+
+    Sizes follow from the shapes. Kernels may be stored `(in, out)`, as GPT-2's own `Conv1D` does, or
+    `(out, in)`, as PyTorch's `Linear` does: the shape of `attn.c_attn.weight`, `(D, 3 D)` or
+    `(3 D, D)`, says which, and holds for the square kernels too, whose shape says nothing.
+
+    Args:
+        state_dict: mapping of names such as `transformer.h.0.attn.c_attn.weight`, with or without
+            `transformer.` in front, to arrays or tensors; or the path of a `.npz` or
+            `.safetensors` file of them. Without a `lm_head.weight`, or with one equal to
+            `wte.weight`, the projection is tied to the token table.
+        num_heads: H, which no shape tells: 12 for the smallest GPT-2.
+        dropout: share dropped in further training, in [0, 1).
+        **kwargs: passed on to `CausalLM`, such as `name`.
+
+    Returns:
+        A `CausalLM`, built.
+
+    Raises:
+        ValueError: if a name is missing or unexpected, a shape does not fit, the heads do not divide
+            the width, or the file is of another kind or damaged.
+
+    Example:
+
+    >>> D, zeros = 6, np.zeros
+    >>> block = {
+    ...     "ln_1.weight": zeros(D), "ln_1.bias": zeros(D),
+    ...     "ln_2.weight": zeros(D), "ln_2.bias": zeros(D),
+    ...     "attn.c_attn.weight": zeros((D, 3 * D)), "attn.c_attn.bias": zeros(3 * D),
+    ...     "attn.c_proj.weight": zeros((D, D)), "attn.c_proj.bias": zeros(D),
+    ...     "mlp.c_fc.weight": zeros((D, 4 * D)), "mlp.c_fc.bias": zeros(4 * D),
+    ...     "mlp.c_proj.weight": zeros((4 * D, D)), "mlp.c_proj.bias": zeros(D),
+    ... }
+    >>> tables = {"wte.weight": zeros((11, D)), "wpe.weight": zeros((5, D))}
+    >>> final = {"ln_f.weight": zeros(D), "ln_f.bias": zeros(D)}
+    >>> blocks = {f"h.0.{name}": value for name, value in block.items()}
+    >>> model = causal_lm_from_gpt2({**tables, **blocks, **final}, num_heads=2)
+    >>> model.vocabulary_size, model.sequence_length, len(model.blocks)
+    (11, 5, 1)
+
+    Reference: Radford et al., "Language Models are Unsupervised Multitask Learners" (GPT-2), 2019.
+    """
+    tensors = _Tensors(state_dict)
+    vocabulary_size, hidden_dim = tensors.shape("wte.weight", 2)
+    sequence_length = tensors.shape("wpe.weight", 2)[0]
+    num_layers = max(1, len({match[0] for match in map(_BLOCK_NAME.match, tensors.names) if match}))
+    tensors.require(["ln_f.weight", "ln_f.bias", *_block_names(num_layers)])
+    linear = tensors.shape("h.0.attn.c_attn.weight", 2) == (3 * hidden_dim, hidden_dim)
+    intermediate_dim = tensors.shape("h.0.mlp.c_fc.bias", 1)[0]
+
+    def kernel(name, input_dim, output_dim):
+        if linear:
+            return tensors.take(name, (output_dim, input_dim)).T
+        return tensors.take(name, (input_dim, output_dim))
+
+    table = tensors.take("wte.weight", (vocabulary_size, hidden_dim))
+    head = tensors.take("lm_head.weight", table.shape) if "lm_head.weight" in tensors.names else None
+    tied = head is None or np.array_equal(head, table)
+    model = CausalLM(
+        TokenAndPositionEmbedding(vocabulary_size, sequence_length, hidden_dim, name="embedding"),
+        [
+            DecoderBlock(hidden_dim, num_heads, intermediate_dim, dropout, name=f"block_{index}")
+            for index in range(num_layers)
+        ],
+        VocabProjection(vocabulary_size, tied=tied, name="projection"),
+        final_norm=keras.layers.LayerNormalization(epsilon=1e-5, name="final_norm"),
+        **kwargs,
+    )
+    model.build((None, sequence_length))
+
+    model.embedding.token_embeddings.assign(table)
+    model.embedding.position_embeddings.assign(
+        tensors.take("wpe.weight", (sequence_length, hidden_dim))
+    )
+    for index, block in enumerate(model.blocks):
+        _assign_norm(block.attention_norm, tensors, f"h.{index}.ln_1")
+        _assign_norm(block.mlp_norm, tensors, f"h.{index}.ln_2")
+        attention, name = block.attention, f"h.{index}.attn"
+        parts = ("query", "key", "value")
+        kernels = np.split(kernel(f"{name}.c_attn.weight", hidden_dim, 3 * hidden_dim), 3, axis=1)
+        biases = np.split(tensors.take(f"{name}.c_attn.bias", (3 * hidden_dim,)), 3)
+        for part, part_kernel, part_bias in zip(parts, kernels, biases, strict=True):
+            getattr(attention, f"{part}_kernel").assign(part_kernel)
+            getattr(attention, f"{part}_bias").assign(part_bias)
+        attention.output_kernel.assign(kernel(f"{name}.c_proj.weight", hidden_dim, hidden_dim))
+        attention.output_bias.assign(tensors.take(f"{name}.c_proj.bias", (hidden_dim,)))
+        for layer, name, sizes in (
+            (block.mlp_expand, f"h.{index}.mlp.c_fc", (hidden_dim, intermediate_dim)),
+            (block.mlp_contract, f"h.{index}.mlp.c_proj", (intermediate_dim, hidden_dim)),
+        ):
+            layer.kernel.assign(kernel(f"{name}.weight", *sizes))
+            layer.bias.assign(tensors.take(f"{name}.bias", sizes[1:]))
+    _assign_norm(model.final_norm, tensors, "ln_f")
+    if not tied:
+        model.projection.kernel.assign(head.T)
+    tensors.refuse_the_rest()
+    return model
+
+
+def _block_names(num_layers):
+    linears = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    return [
+        f"h.{index}.{layer}.{kind}"
+        for index in range(num_layers)
+        for layer in ("ln_1", "ln_2", *linears)
+        for kind in ("weight", "bias")
+    ]
+
+
+def _assign_norm(layer, tensors, name):
+    layer.gamma.assign(tensors.take(f"{name}.weight", tuple(layer.gamma.shape)))
+    layer.beta.assign(tensors.take(f"{name}.bias", tuple(layer.beta.shape)))
+
+
+class _Tensors:
+    """A state dict of which each tensor is taken once, and in which nothing may be left over."""
+
+    def __init__(self, state_dict):
+        if isinstance(state_dict, str | pathlib.Path):
+            state_dict = _read(pathlib.Path(state_dict))
+        self._prefix = (
+            "transformer." if any(name.startswith("transformer.") for name in state_dict) else ""
+        )
+        names = {name.removeprefix(self._prefix): name for name in state_dict}
+        self._left = {
+            name: state_dict[full] for name, full in names.items() if not _MASK_NAME.fullmatch(name)
+        }
+        self.names = tuple(self._left)
+        self.require(["wte.weight", "wpe.weight"])
+
+    def require(self, names):
+        missing = [name for name in names if name not in self.names]
+        if missing:
+            raise ValueError(
+                "The state dict is not a whole GPT-2. "
+                f"Expected {self._listed(missing)} as well. Received: {len(self.names)} names without. "
+                "Give the state dict of the whole model."
+            )
+
+    def shape(self, name, rank):
+        shape = tuple(self._left[name].shape)
+        if len(shape) != rank:
+            raise ValueError(
+                f"{self._prefix}{name} is not GPT-2's. Expected {rank} axes. Received: shape {shape}. "
+                "Give the state dict of a GPT-2."
+            )
+        return shape
+
+    def take(self, name, shape):
+        value = self._left.pop(name)
+        if tuple(value.shape) != tuple(shape):
+            raise ValueError(
+                f"{self._prefix}{name} does not fit the rest of the model. "
+                f"Expected shape {tuple(shape)}. Received: shape {tuple(value.shape)}. "
+                "The other shapes come from wte.weight, and the order of a kernel's axes from "
+                "h.0.attn.c_attn.weight."
+            )
+        if hasattr(value, "detach"):  # a PyTorch tensor
+            value = value.detach().cpu().float().numpy()
+        return np.asarray(value, dtype="float32")
+
+    def refuse_the_rest(self):
+        if self._left:
+            raise ValueError(
+                "The state dict holds what a GPT-2 has not, and dropping it would change the model. "
+                f"Expected nothing besides GPT-2's tensors. Received: {self._listed(self._left)}. "
+                "Leave these out if they do not matter."
+            )
+
+    def _listed(self, names):
+        names = [name if name == "lm_head.weight" else self._prefix + name for name in names]
+        return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def _read(path):
+    """The tensors of a file by name."""
+    if path.suffix == ".npz":
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                return dict(arrays)
+        except OSError:
+            raise
+        except Exception as error:
+            raise ValueError(
+                f"The weights cannot be read. Expected an .npz file of arrays. Received: {path}, "
+                f"which is damaged ({error}). Fetch or save it again."
+            ) from error
+    if path.suffix == ".safetensors":
+        return _read_safetensors(path)
+    raise ValueError(
+        "The weights are of an unknown kind. Expected a mapping, or a path that ends in .npz or "
+        f".safetensors. Received: {path}. Save PyTorch weights with safetensors.torch.save_file."
+    )
+
+
+def _read_safetensors(path):
+    """Eight bytes give the length of a JSON header, which says where in the rest each tensor lies."""
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    tensors = {}
+    try:
+        header = json.loads(data[8:start])
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            first, last = entry["data_offsets"]
+            raw, kind = data[start + first : start + last], entry["dtype"]
+            if kind == "BF16":
+                # The upper half of a float32.
+                values = (np.frombuffer(raw, "<u2").astype("<u4") << 16).view("<f4")
+            else:
+                values = np.frombuffer(raw, _SAFETENSORS_TYPES[kind])
+            tensors[name] = values.reshape(entry["shape"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            "The weights cannot be read. Expected a .safetensors file of float tensors. "
+            f"Received: {path}, which is damaged or of another kind "
+            f"({type(error).__name__}: {error}). Fetch or save it again."
+        ) from error
+    return tensors

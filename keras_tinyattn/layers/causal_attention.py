@@ -1,0 +1,120 @@
+"""Causal self-attention: a full window, or a step that continues a cache."""
+
+import keras
+from keras import ops
+
+from keras_tinyattn import functional
+from keras_tinyattn.layers._masks import implicit_mask
+from keras_tinyattn.layers.attention import ScaledSelfAttention
+
+__all__ = ["CausalSelfAttention"]
+
+
+@keras.saving.register_keras_serializable(package="keras_tinyattn")
+class CausalSelfAttention(ScaledSelfAttention):
+    """Self-attention in which a position sees itself and the past only.
+
+    It takes the arguments of `ScaledSelfAttention`, and a cache besides: the keys and values of
+    the tokens before, so that a step computes its own tokens only.
+
+    Call arguments:
+        inputs: `(B, T, D)`; a full window, or with a cache the tokens of this step.
+        mask: as in `ScaledSelfAttention`; not with a cache.
+        attention_mask: as in `ScaledSelfAttention`; not with a cache.
+        cache: a pair of `(B, H, S, K)`, keys and values, as `make_cache` makes it.
+        positions: `(T,)` or `(B, T)` integers, the absolute position of each token of the step and
+            the slot of the cache into which it goes; required with a cache. A row may be at
+            another position than its neighbour, so prompts of unequal length share a batch: padded
+            on the right, a slot of padding is unseen until the token that belongs there is written.
+        return_attention_scores: whether to return the weights as well.
+        training: whether dropout is on.
+
+    Returns:
+        `output`, then the weights if `return_attention_scores`, then the new cache if one was
+        given. At a position outside the cache output and new keys and values are NaN: nothing is
+        clamped or wrapped, and a compiled function cannot raise.
+
+    Raises:
+        ValueError: as in `ScaledSelfAttention`; if only one of cache and positions is given, or a
+            mask together with a cache.
+
+    Example:
+
+    >>> layer = CausalSelfAttention(head_dim=4)
+    >>> x = ops.ones((1, 3, 8))
+    >>> window = layer(x)
+    >>> cache = layer.make_cache(batch_size=1, length=3)
+    >>> step, cache = layer(x[:, :1], cache=cache, positions=ops.array([0]))
+    >>> bool(ops.all(ops.isclose(step, window[:, :1])))
+    True
+    """
+
+    _causal = True
+
+    def call(
+        self,
+        inputs,
+        mask=None,
+        attention_mask=None,
+        cache=None,
+        positions=None,
+        return_attention_scores=False,
+        training=None,
+    ):
+        _check_cache(cache, positions)
+        if cache is None:
+            return self._attend_window(inputs, mask, attention_mask, return_attention_scores, training)
+        mask = implicit_mask(inputs) if mask is None else mask
+        if mask is not None or attention_mask is not None:
+            raise ValueError(
+                "A cached step makes its mask from the positions. "
+                "Expected neither mask nor attention_mask with a cache. Received: "
+                f"mask={'None' if mask is None else 'given'}, "
+                f"attention_mask={'None' if attention_mask is None else 'given'}. "
+                "Pad on the right and give each row its own positions."
+            )
+        keys, values = cache
+        positions = ops.convert_to_tensor(positions)
+        slots = ops.clip(positions, 0, ops.shape(keys)[2] - 1)
+        poison = ops.where(ops.equal(slots, positions), 0.0, float("nan"))[..., None]
+        slots = ops.cast(slots, "int32")
+        queries, new_keys, new_values = self._project(inputs + ops.cast(poison, inputs.dtype))
+        keys = _write(keys, slots, new_keys)
+        values = _write(values, slots, new_values)
+        causal = functional.causal_mask(slots, ops.arange(ops.shape(keys)[2]))
+        causal = causal[:, None] if len(causal.shape) == 3 else causal
+        weights, attended = self._attend(
+            queries, keys, values, causal, rows_may_be_empty=False, training=training
+        )
+        output = self._output(attended)
+        cache = (keys, values)
+        return (output, weights, cache) if return_attention_scores else (output, cache)
+
+    def make_cache(self, batch_size, length):
+        """An empty cache: a pair of zeros of shape `(batch_size, H, length, K)`, keys and values."""
+        shape = (batch_size, self.num_heads, length, self.head_dim)
+        return (ops.zeros(shape, self.compute_dtype), ops.zeros(shape, self.compute_dtype))
+
+
+def _write(cache, slots, update):
+    """Put `update` (B, H, T, K) into `cache` (B, H, S, K), each row at its own slots (T,) or (B, T)."""
+    batch, num_heads, length, head_dim = ops.shape(cache)
+    tokens = ops.shape(update)[2]
+    lines = ops.reshape(ops.arange(batch * num_heads) * length, (batch, num_heads, 1))
+    lines = lines + (slots if len(slots.shape) == 1 else slots[:, None])
+    written = ops.scatter_update(
+        ops.reshape(cache, (batch * num_heads * length, head_dim)),
+        ops.reshape(lines, (batch * num_heads * tokens, 1)),
+        ops.reshape(ops.cast(update, cache.dtype), (batch * num_heads * tokens, head_dim)),
+    )
+    return ops.reshape(written, (batch, num_heads, length, head_dim))
+
+
+def _check_cache(cache, positions):
+    if (cache is None) != (positions is None):
+        raise ValueError(
+            "A cached step needs to know where its tokens stand, and a full window starts at 0. "
+            "Expected cache and positions together, or neither. Received: "
+            f"cache={'given' if cache is not None else None}, "
+            f"positions={'given' if positions is not None else None}. Give both, or leave both out."
+        )
