@@ -103,7 +103,7 @@ def plot_trace(trace, tokens, head=0, batch=0, title=None):
     figure, panels = _panels(raw.shape, 1, 3, title)
     _heat_map(panels[0], raw, tokens, tokens, "Raw scores", r"$Q\,K^T$", limit)
     _heat_map(panels[1], scaled, tokens, tokens, "Scaled scores", scaling, limit)
-    _heat_map(panels[2], weights, tokens, tokens, "Weights", "softmax: each row shares out 100 %")
+    _heat_map(panels[2], weights, tokens, tokens, "Weights", "softmax: each row shares out 100%")
     panels[0].set_ylabel("query: who looks", color=FAINT)
     return figure
 
@@ -174,7 +174,7 @@ def _heat_map(axes, matrix, query_tokens, key_tokens, name="", formula="", score
         axes.text(
             column,
             row,
-            f"{100 * number:.1f} %" if is_weight else f"{number:.2f}",
+            f"{100 * number:.1f}%" if is_weight else f"{number:.2f}",
             ha="center",
             va="center",
             fontsize=11 if max(matrix.shape) <= 6 else 8,

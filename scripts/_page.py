@@ -1,0 +1,69 @@
+"""How a lesson looks on a terminal: headings, points, and numbers in tables with names."""
+
+from rich import box
+from rich.padding import Padding
+from rich.table import Table
+
+
+def section(output, title, text=""):
+    """Print a heading and the text below it."""
+    output.print(f"\n[bold]{title}[/]")
+    if text:
+        output.print(text)
+
+
+def point(output, text):
+    """Print one thing to notice, its further lines indented."""
+    bullet = Table.grid(padding=(0, 1, 0, 0))
+    bullet.add_row("[green]*[/]", text)
+    output.print(bullet)
+
+
+def print_matrix(output, matrix, rows, columns, number="{:.3f}", corner="", extra=None, bold=False):
+    """Print a matrix with names on its rows and columns.
+
+    Args:
+        output: a rich console.
+        matrix: `(len(rows), len(columns))` numbers.
+        rows: names of the rows.
+        columns: names of the columns.
+        number: format of an entry.
+        corner: what stands above the row names.
+        extra: a name and one text a row, for a last column; none unless given.
+        bold: whether the largest entry of each row is bold.
+    """
+    cells = [
+        [
+            f"[bold]{number.format(entry)}[/]"
+            if bold and entry == max(entries)
+            else number.format(entry)
+            for entry in entries
+        ]
+        for entries in matrix
+    ]
+    if extra:
+        columns = [*columns, extra[0]]
+        cells = [[*entries, text] for entries, text in zip(cells, extra[1], strict=True)]
+    print_columns(
+        output,
+        [corner, *columns],
+        [[f"[bold cyan]{name}[/]", *entries] for name, entries in zip(rows, cells, strict=True)],
+        "l" + "r" * len(columns),
+    )
+
+
+def print_columns(output, names, rows, sides):
+    """Print rows of texts below the names of their columns.
+
+    Args:
+        output: a rich console.
+        names: a heading for each column.
+        rows: one text a column.
+        sides: "l" or "r" for each column, the side to which it is set.
+    """
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold cyan", pad_edge=False, show_edge=False)
+    for name, side in zip(names, sides, strict=True):
+        table.add_column(str(name), justify="left" if side == "l" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    output.print(Padding(table, (1, 0, 1, 2), expand=False))
