@@ -18,9 +18,20 @@ from keras_tinyattn.version import __version__
 # backends without it.
 _ON_DEMAND = {
     "tokenizer": ("ByteTokenizer", "CharTokenizer", "WordTokenizer", "load_tokenizer"),
-    "training": ("make_train_step", "next_token_loss"),
+    "training": (
+        "Checkpoints",
+        "Evaluation",
+        "make_evaluation",
+        "make_optimizer",
+        "make_train_step",
+        "next_token_loss",
+        "split_token_ids",
+        "train",
+        "training_batches",
+    ),
     "sampling": ("filter_logits", "sample"),
     "generation": ("Generation", "generate", "stream"),
+    "export": ("LoadedModel", "export_saved_model", "load_saved_model"),
 }
 
 __all__ = ["__version__", "functional", *_layers, *_model, *_gpt2]
