@@ -126,8 +126,9 @@ class ScaledSelfAttention(keras.layers.Layer):
             )
         self.blockwise = blockwise
         self.seed = seed
-        self.supports_masking = True
-        self._dropout = keras.layers.Dropout(self.dropout, seed=seed) if self.dropout else None
+        self._dropout = None
+        if self.dropout:
+            self._dropout = keras.layers.Dropout(self.dropout, seed=seed, dtype=self.dtype_policy)
 
     def build(self, input_shape):
         if len(input_shape) != 3 or input_shape[-1] is None:
@@ -149,6 +150,10 @@ class ScaledSelfAttention(keras.layers.Layer):
         self, inputs, mask=None, attention_mask=None, return_attention_scores=False, training=None
     ):
         return self._attend_window(inputs, mask, attention_mask, return_attention_scores, training)
+
+    def compute_mask(self, inputs, previous_mask):
+        # As a tensor: of a list, Keras would pass on the first entry.
+        return None if previous_mask is None else ops.convert_to_tensor(previous_mask)
 
     def get_config(self):
         return {

@@ -1,0 +1,228 @@
+"""Attention as pure functions: numbers by hand, properties, and blockwise against dense."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import ops
+
+from keras_tinyattn import functional
+
+B, H, T, S, K = 2, 3, 11, 13, 4
+
+
+def _draw(*shape, dtype="float64", seed=0):
+    return tf.constant(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def _dense(queries, keys, values, mask=None):
+    weights = functional.attention_weights(functional.attention_scores(queries, keys), mask)
+    return ops.matmul(ops.cast(weights, values.dtype), values)
+
+
+def test_causal_mask_is_the_drawing_of_its_docstring():
+    drawn = functional.causal_mask(ops.arange(3), ops.arange(4))
+    np.testing.assert_array_equal(
+        drawn, [[True, False, False, False], [True, True, False, False], [True, True, True, False]]
+    )
+
+
+def test_causal_mask_goes_by_absolute_position_and_by_row():
+    mask = functional.causal_mask(ops.array([[2], [0]]), ops.arange(4))
+    np.testing.assert_array_equal(mask, [[[True, True, True, False]], [[True, False, False, False]]])
+
+
+def test_scores_are_dot_products_with_queries_on_rows():
+    scores = functional.attention_scores(
+        ops.array([[1.0, 2.0], [3.0, 4.0]]), ops.array([[5.0, 6.0], [7.0, 8.0], [9.0, 10.0]])
+    )
+    np.testing.assert_array_equal(scores, [[17.0, 23.0, 29.0], [39.0, 53.0, 67.0]])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_scores_of_half_precision_do_not_overflow_and_keep_their_digits(dtype):
+    # 256 * 256 * 4 = 262144 is above the largest float16, 262145 is no bfloat16.
+    scores = functional.attention_scores(
+        ops.array([[256.0] * 4 + [1.0]], dtype), ops.array([[256.0] * 4 + [1.0]], dtype)
+    )
+    assert scores.dtype == "float32"
+    assert float(scores[0, 0]) == 262145.0
+
+
+def test_softmax_gives_the_numbers_worked_out_by_hand():
+    np.testing.assert_allclose(
+        functional.softmax(ops.log(ops.array([1.0, 2.0, 5.0]))), [1 / 8, 2 / 8, 5 / 8]
+    )
+
+
+def test_softmax_of_large_scores_does_not_overflow():
+    # e^1 / (1 + e^1)
+    np.testing.assert_allclose(
+        functional.softmax(ops.array([1000.0, 1001.0])), [0.26894143, 0.7310586], rtol=1e-6
+    )
+
+
+def test_softmax_of_one_entry_is_one_without_a_warning_and_keeps_nan():
+    np.testing.assert_array_equal(functional.softmax(ops.array([[7.0], [np.nan]])), [[1.0], [np.nan]])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [("float16", "float32"), ("bfloat16", "float32"), ("float32", "float32"), ("float64", "float64")],
+)
+def test_softmax_is_taken_in_at_least_float32(dtype, expected):
+    weights = functional.attention_weights(ops.zeros((2, 3), dtype), ops.ones((2, 3), "bool"))
+    assert functional.softmax(ops.zeros((2, 3), dtype)).dtype == expected
+    assert weights.dtype == expected
+
+
+def test_masked_weights_are_exactly_zero_and_the_others_share_one():
+    weights = functional.attention_weights(
+        ops.log(ops.array([[1.0, 3.0, 1e30]])), ops.array([[True, True, False]])
+    )
+    np.testing.assert_allclose(weights, [[0.25, 0.75, 0.0]], rtol=1e-6)
+    assert float(weights[0, 2]) == 0.0
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_a_row_without_a_key_has_zero_weights_and_zero_gradient(dtype):
+    scores = ops.array([[1.0, 2.0], [3.0, 4.0]], dtype)
+    mask = ops.array([[False, False], [True, True]])
+    with tf.GradientTape() as tape:
+        tape.watch(scores)
+        weights = functional.attention_weights(scores, mask)
+        loss = ops.sum(weights * ops.array([1.0, 2.0], weights.dtype))
+    np.testing.assert_array_equal(weights[0], [0.0, 0.0])
+    gradient = ops.cast(tape.gradient(loss, scores), "float32")
+    np.testing.assert_array_equal(gradient[0], [0.0, 0.0])
+    assert float(gradient[1, 0]) < 0 < float(gradient[1, 1])
+
+
+def _loss_and_gradients(attend):
+    def run(queries, keys, values, upstream):
+        with tf.GradientTape() as tape:
+            tape.watch((queries, keys, values))
+            output = attend(queries, keys, values)
+            loss = ops.sum(output * upstream)
+        return output, *tape.gradient(loss, (queries, keys, values))
+
+    return run
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 11, 64])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_blockwise_equals_dense_in_values_and_gradients(causal, masked, block_size):
+    S = T if causal else 13
+    queries, keys, values = _draw(B, H, T, K), _draw(B, H, S, K, seed=1), _draw(B, H, S, K, seed=2)
+    upstream = _draw(B, H, T, K, seed=3)
+    # The first row cannot see its first keys, so causally its first queries see nothing.
+    key_mask = ops.arange(S)[None] >= ops.array([[5], [0]]) if masked else None
+    mask = ops.ones((1, 1, T, S), "bool")
+    if causal:
+        mask = mask & functional.causal_mask(ops.arange(T), ops.arange(S))
+    if masked:
+        mask = mask & key_mask[:, None, None, :]
+    dense = _loss_and_gradients(lambda q, k, v: _dense(q, k, v, mask))
+    blockwise = _loss_and_gradients(
+        lambda q, k, v: functional.blockwise_attention(q, k, v, key_mask, causal, block_size)
+    )
+    expected = dense(queries, keys, values, upstream)
+    for ours, theirs in zip(
+        tf.function(blockwise)(queries, keys, values, upstream), expected, strict=True
+    ):
+        # Float64: what is left is the rounding of sums in another order.
+        np.testing.assert_allclose(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
+def test_blockwise_is_the_same_on_every_path(on_every_path):
+    queries, keys, values = (_draw(B, H, T, K, dtype="float32", seed=seed) for seed in range(3))
+    upstream = _draw(B, H, T, K, dtype="float32", seed=3)
+    key_mask = ops.arange(T)[None] < ops.array([[7], [T]])
+    mask = key_mask[:, None, None, :] & functional.causal_mask(ops.arange(T), ops.arange(T))
+    expected = _loss_and_gradients(lambda q, k, v: _dense(q, k, v, mask))(
+        queries, keys, values, upstream
+    )
+    run = _loss_and_gradients(
+        lambda q, k, v: functional.blockwise_attention(q, k, v, key_mask, True, 4)
+    )
+    for path, results in on_every_path(run, queries, keys, values, upstream):
+        for ours, theirs in zip(results, expected, strict=True):
+            # Float32 sums of up to 11 terms of size 1 in another order.
+            np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5, err_msg=path)
+
+
+def test_blockwise_takes_lengths_that_are_known_only_at_run_time():
+    spec = tf.TensorSpec((None, H, None, K), tf.float64)
+
+    @tf.function(input_signature=[spec] * 4)
+    def run(queries, keys, values, upstream):
+        attend = lambda q, k, v: functional.blockwise_attention(q, k, v, causal=True, block_size=4)  # noqa: E731
+        return _loss_and_gradients(attend)(queries, keys, values, upstream)
+
+    for length in (0, 1, 4, 9):
+        arguments = [_draw(B, H, length, K, seed=seed) for seed in range(4)]
+        mask = functional.causal_mask(ops.arange(length), ops.arange(length))
+        expected = _loss_and_gradients(lambda q, k, v, mask=mask: _dense(q, k, v, mask))(*arguments)
+        for ours, theirs in zip(run(*arguments), expected, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_blockwise_of_half_precision_stays_close_to_float64(dtype):
+    arguments = [_draw(B, H, T, K, dtype=dtype, seed=seed) for seed in range(4)]
+    exact = [tf.cast(argument, "float64") for argument in arguments]
+    run = _loss_and_gradients(lambda q, k, v: functional.blockwise_attention(q, k, v, block_size=4))
+    results = run(*arguments)
+    # Weights, values and outputs are rounded to 11 (float16) or 8 (bfloat16) bits on the way.
+    tolerance = {"float16": 2**-8, "bfloat16": 2**-5}[dtype]
+    for ours, theirs in zip(results, _loss_and_gradients(_dense)(*exact), strict=True):
+        assert ours.dtype == dtype
+        np.testing.assert_allclose(tf.cast(ours, "float64"), theirs, rtol=tolerance, atol=tolerance)
+
+
+def test_blockwise_query_without_a_key_gets_zeros_and_harms_no_gradient():
+    arguments = [_draw(B, H, T, K, seed=seed) for seed in range(4)]
+    key_mask = ops.array([[False] * T, [True] * T])
+    output, *gradients = _loss_and_gradients(
+        lambda q, k, v: functional.blockwise_attention(q, k, v, key_mask, block_size=4)
+    )(*arguments)
+    assert not np.any(output[0])
+    assert np.all(output[1])
+    for gradient in gradients:
+        assert not np.any(gradient[0])
+        assert np.all(np.isfinite(gradient))
+
+
+def test_blockwise_never_visits_a_block_above_the_diagonal():
+    queries, keys, values = (_draw(1, H, 12, K, seed=seed).numpy() for seed in range(3))
+    keys[:, :, 8:] = np.nan
+    values[:, :, 8:] = np.nan
+    output = functional.blockwise_attention(
+        *map(ops.convert_to_tensor, (queries, keys, values)), causal=True, block_size=4
+    )
+    np.testing.assert_array_equal(np.isnan(output[0, 0, :, 0]), [False] * 8 + [True] * 4)
+
+
+def test_blockwise_gradient_agrees_with_finite_differences():
+    point = [_draw(B, H, T, K, seed=seed) for seed in range(3)]
+    upstream = _draw(B, H, T, K, seed=3)
+
+    def attend(q, k, v):
+        return functional.blockwise_attention(q, k, v, causal=True, block_size=4)
+
+    _, *gradients = _loss_and_gradients(attend)(*point, upstream)
+    step = 1e-6
+    for index in range(3):
+        direction = _draw(B, H, T, K, seed=10 + index)
+        forward, backward = list(point), list(point)
+        forward[index] = point[index] + step * direction
+        backward[index] = point[index] - step * direction
+        slope = ops.sum((attend(*forward) - attend(*backward)) * upstream) / (2 * step)
+        # The difference quotient itself is good to about step^2 and 1e-16 / step.
+        np.testing.assert_allclose(ops.sum(gradients[index] * direction), slope, rtol=1e-7)
+
+
+def test_causal_blockwise_attention_of_unequal_lengths_is_refused():
+    x = ops.ones((1, 1, 3, 4))
+    with pytest.raises(ValueError, match="Received: 3 queries and 2 keys"):
+        functional.blockwise_attention(x, x[:, :, :2], x[:, :, :2], causal=True)
