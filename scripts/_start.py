@@ -84,14 +84,15 @@ def console():
     return output
 
 
-def check_count(option, value, at_least=0):
-    """Refuse a number of steps, epochs or tokens that is too small.
+def check_count(option, value, at_least=0, at_most=None):
+    """Refuse a number of steps, epochs or tokens that is out of range.
 
     Raises:
         ValueError: if it is.
     """
-    if value < at_least:
-        raise ValueError(f"{option} must be {at_least} or more, but {value} was received.")
+    if value < at_least or (at_most is not None and value > at_most):
+        allowed = f"{at_least} or more" if at_most is None else f"from {at_least} to {at_most}"
+        raise ValueError(f"{option} must be {allowed}, but {value} was received.")
 
 
 def check_file(option, path, suffixes=()):

@@ -381,7 +381,7 @@ def tell_learning(numbers, output):
         output,
         f"The loss {verdict}: {losses[0]:.6f} before, {losses[-1]:.6f} {after_steps} "
         f"({losses[-1] / losses[0] - 1:+.1%})"
-        + (f"; {falls} of the steps lowered it." if steps > 1 else "."),
+        + (f"; {falls} of {steps} steps lowered it." if steps > 1 else "."),
     )
     before, after = numbers["weights"][CAT], numbers["weights_after"][CAT]
     key = by_size(np.abs(after - before))[0]
