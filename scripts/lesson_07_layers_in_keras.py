@@ -141,6 +141,8 @@ def make_model(gather):
         metrics=["accuracy"],
         jit_compile=True,
     )
+    # Otherwise a model that is saved before it learned anything loads with a warning.
+    model.optimizer.build(model.trainable_variables)
     return model
 
 
@@ -280,7 +282,7 @@ def tell_learning(numbers, output):
     point(
         output,
         f"With attention {accuracy:.1%} are right, with the mean {numbers['control_accuracy']:.1%}; "
-        f"without the question at most {without:.1%}, by guessing {numbers['chance']:.1%}.",
+        f"to expect are {without:.1%} without the question, {numbers['chance']:.1%} by guessing.",
     )
     point(output, verdict(accuracy, without))
 
@@ -319,8 +321,7 @@ def tell_looking(numbers, output):
         f"{on_diagonal} of {len(WORD)} questions look most at the place they name, and {right} answers "
         "are right."
         + (
-            f" {len(WORD) - len(set(WORD))} letters stand twice: it is the place that is found, not the "
-            "letter."
+            f" {len(WORD) - len(set(WORD))} letters stand twice: it finds the place, not the letter."
             if on_diagonal == len(WORD)
             else ""
         ),
@@ -357,7 +358,7 @@ def tell_padding_and_saving(numbers, output):
         output,
         "The point",
         f"With an attention layer among Keras' own, {numbers['accuracy']:.0%} of the answers are "
-        f"right, and {numbers['control_accuracy']:.0%} without. Its weights show how it finds them: "
+        f"right, and {numbers['control_accuracy']:.0%} without. Its weights show where it looks: "
         f"{numbers['share_on_answer']:.0%} of the attention is on the letter asked for.",
     )
 
