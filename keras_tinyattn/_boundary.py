@@ -1,6 +1,10 @@
 """Errors that read the same in Python and in a graph."""
 
+import contextlib
+
 import tensorflow as tf
+
+_BEGIN, _END = "assertion failed: [", "]"
 
 
 def require(condition, *message):
@@ -8,7 +12,8 @@ def require(condition, *message):
 
     Args:
         condition: scalar boolean tensor.
-        *message: strings and scalar tensors, joined into one sentence.
+        *message: strings and tensors of strings or numbers, joined into one sentence; the entries of a
+            tensor are separated by commas.
 
     Returns:
         A list with the assertion to wait for, for `tf.control_dependencies`; empty in eager mode.
@@ -16,18 +21,32 @@ def require(condition, *message):
     condition = tf.convert_to_tensor(condition)
     if tf.executing_eagerly():
         if not condition:
-            raise ValueError(as_string(*message).numpy().decode(errors="replace"))
+            raise ValueError(_sentence(message).numpy().decode(errors="replace"))
         return []
-    return [tf.debugging.Assert(condition, [as_string(*message)], summarize=1)]
+    return [tf.debugging.Assert(condition, [_sentence(message)], summarize=1)]
 
 
-def as_string(*parts):
-    """Strings, numbers and tensors of them as one string tensor."""
-    return tf.strings.join(
-        [
-            part
-            if isinstance(part, str) or getattr(part, "dtype", None) == tf.string
-            else tf.strings.as_string(part)
-            for part in parts
-        ]
-    )
+@contextlib.contextmanager
+def value_errors():
+    """Turn an assertion of a graph that Python called into a `ValueError` with its sentence."""
+    try:
+        yield
+    except tf.errors.InvalidArgumentError as error:
+        _, found, sentence = error.message.partition(_BEGIN)
+        if not found:
+            raise
+        # The assertion writes quotes, line ends and bytes above 127 as escapes.
+        escaped = sentence[: sentence.rindex(_END + "\n")].encode()
+        sentence = escaped.decode("unicode_escape").encode("latin-1").decode(errors="replace")
+        raise ValueError(sentence) from None
+
+
+def _sentence(message):
+    return tf.strings.join([part if isinstance(part, str) else _listed(part) for part in message])
+
+
+def _listed(values):
+    values = tf.reshape(values, (-1,))
+    if values.dtype != tf.string:
+        values = tf.strings.as_string(values, shortest=values.dtype.is_floating)
+    return tf.strings.reduce_join(values[:10], separator=", ")

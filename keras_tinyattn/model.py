@@ -25,11 +25,13 @@ class CausalLM(keras.Model):
         cache: what `make_cache` makes, one entry a block.
         positions: `(T,)` or `(B, T)` integers, where the tokens of a cached step stand; required with
             a cache.
+        return_attention_scores: whether to return the weights as well.
         training: whether dropout is on.
 
     Returns:
-        `(B, T, V)` float32 logits: row t scores the token at t + 1. With a cache a pair of them and
-        the new cache.
+        `logits`, `(B, T, V)` float32: row t scores the token at t + 1; then, if
+        `return_attention_scores`, the weights, a tuple of `(B, H, T, S)`, one a block; then the new
+        cache if one was given.
 
     Raises:
         ValueError: if there is no block, the vocabulary sizes differ, or the window is too long.
@@ -86,7 +88,7 @@ class CausalLM(keras.Model):
                 layer.build(shape)
             shape = (*shape[:-1], _width_after(layer, shape))
 
-    def call(self, token_ids, cache=None, positions=None, training=None):
+    def call(self, token_ids, cache=None, positions=None, return_attention_scores=False, training=None):
         if (cache is None) != (positions is None):
             raise ValueError(
                 "A cached step needs to know where its tokens stand, and a full window starts at 0. "
@@ -96,18 +98,33 @@ class CausalLM(keras.Model):
                 "Give both, or leave both out."
             )
         x = self.embedding(token_ids, positions=positions)
-        if cache is None:
-            for block in self.blocks:
-                x = block(x, training=training)
-        else:
-            new_cache = []
-            for block, block_cache in zip(self.blocks, cache, strict=True):
-                x, block_cache = block(x, cache=block_cache, positions=positions, training=training)
-                new_cache.append(block_cache)
+        weights, new_cache = [], []
+        for index, block in enumerate(self.blocks):
+            options = {"training": training}
+            if cache is not None:
+                options |= {"cache": cache[index], "positions": positions}
+            if return_attention_scores:
+                options["return_attention_scores"] = True
+            outputs = block(x, **options)
+            x, *extras = outputs if isinstance(outputs, tuple) else (outputs,)
+            if return_attention_scores:
+                weights.append(extras.pop(0))
+            if cache is not None:
+                new_cache.append(extras.pop())
         if self.final_norm is not None:
             x = self.final_norm(x)
-        logits = self.projection(x)
-        return logits if cache is None else (logits, tuple(new_cache))
+        outputs = (self.projection(x),)
+        if return_attention_scores:
+            outputs += (tuple(weights),)
+        if cache is not None:
+            outputs += (tuple(new_cache),)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    def generate(self, token_ids, max_new_tokens, **settings):
+        """Continue prompts: `generation.generate` of this model."""
+        from keras_tinyattn.generation import generate
+
+        return generate(self, token_ids, max_new_tokens, **settings)
 
     def make_cache(self, batch_size, length=None):
         """An empty cache, one entry a block.

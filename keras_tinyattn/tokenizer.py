@@ -77,7 +77,7 @@ class _Tokenizer(tf.Module):
         message = (
             f"A token id is outside the vocabulary. Expected ids from 0 to {self.vocabulary_size - 1}. "
             "Received: ",
-            tf.strings.reduce_join(tf.strings.as_string(ids.flat_values), separator=", "),
+            ids.flat_values,
             ".",
         )
         with tf.control_dependencies(require(valid, *message)):
@@ -107,7 +107,7 @@ class _Tokenizer(tf.Module):
             tf.size(unknown) == 0,
             f"The vocabulary does not hold everything in the text. Expected {self._kind} among its "
             f"{self.vocabulary_size}: {shown}. Received also: ",
-            tf.strings.reduce_join(unknown[:10], separator=", "),
+            unknown,
             ". Leave them out, or use a tokenizer that knows them.",
         )
 
@@ -119,7 +119,8 @@ class WordTokenizer(_Tokenizer):
         vocabulary: list of distinct words without white space; a word's id is its index.
         pad_token: the word that fills up a row behind its end.
         end_token: the word that ends a text, or None.
-        unknown_token: the word that stands for every word outside the vocabulary; an error unless given.
+        unknown_token: the word that stands for every word outside the vocabulary;
+            an error unless given.
 
     Raises:
         ValueError: if the words are not distinct, one is empty or holds white space, or a special token

@@ -36,10 +36,12 @@ class DecoderBlock(keras.layers.Layer):
     Call arguments:
         inputs: `(B, T, D)`.
         mask, attention_mask, cache, positions: as in `CausalSelfAttention`.
+        return_attention_scores: whether to return the weights as well.
         training: whether dropout is on.
 
     Returns:
-        `(B, T, D)`; with a cache a pair of it and the new cache.
+        `output`, `(B, T, D)`, then the weights `(B, H, T, S)` if `return_attention_scores`, then the
+        new cache if one was given.
 
     Raises:
         ValueError: if a size is below 1, the heads do not divide the width, or dropout is out of
@@ -134,7 +136,16 @@ class DecoderBlock(keras.layers.Layer):
         self.mlp_expand.build(input_shape)
         self.mlp_contract.build((*input_shape[:-1], self.intermediate_dim))
 
-    def call(self, inputs, mask=None, attention_mask=None, cache=None, positions=None, training=None):
+    def call(
+        self,
+        inputs,
+        mask=None,
+        attention_mask=None,
+        cache=None,
+        positions=None,
+        return_attention_scores=False,
+        training=None,
+    ):
         mask = implicit_mask(inputs) if mask is None else mask
         if cache is None and (mask is not None or attention_mask is not None):
             # What attention hides must not reach the gradients of the perceptron either.
@@ -145,14 +156,16 @@ class DecoderBlock(keras.layers.Layer):
             attention_mask=attention_mask,
             cache=cache,
             positions=positions,
+            return_attention_scores=return_attention_scores,
             training=training,
         )
-        if cache is not None:
-            attended, cache = attended
+        extras = ()
+        if cache is not None or return_attention_scores:
+            attended, *extras = attended
         x = inputs + self.residual_dropout(attended, training=training)
         expanded = self.mlp_expand(self.mlp_norm(x))
         x = x + self.residual_dropout(self.mlp_contract(expanded), training=training)
-        return x if cache is None else (x, cache)
+        return (x, *extras) if extras else x
 
     def make_cache(self, batch_size, length):
         """An empty cache for the block's attention, as `CausalSelfAttention.make_cache` makes it."""

@@ -1,0 +1,473 @@
+"""A model and its tokenizer to a SavedModel that generates text on any TensorFlow server, and back.
+
+    path/VERSION/      what TensorFlow Serving loads: a folder named by an integer
+        saved_model.pb, variables/, ...
+
+Everything is in the graph: text to ids, the loop, sampling, ids to text. No signature but
+`generate_xla` holds an XLA operation, and none a custom one.
+"""
+
+import os
+import pathlib
+import shutil
+import tempfile
+import types
+
+import tensorflow as tf
+
+from keras_tinyattn import generation
+from keras_tinyattn._boundary import require, value_errors
+
+__all__ = ["LoadedModel", "export_saved_model", "load_saved_model"]
+
+MAX_ATTENTION_TOKENS = 256
+
+_STRINGS = tf.TensorSpec((None,), tf.string)
+_IDS = tf.TensorSpec((None, None), tf.int32)
+_INTS = tf.TensorSpec((None,), tf.int32)
+_FLOATS = tf.TensorSpec((None,), tf.float32)
+_FLOAT_ROWS = tf.TensorSpec((None, None), tf.float32)
+_SETTINGS = {
+    "max_new_tokens": _INTS,
+    "temperature": _FLOATS,
+    "top_k": _INTS,
+    "top_p": _FLOATS,
+    "seed": _INTS,
+}
+
+
+def export_saved_model(model, tokenizer, path):
+    """Write `path/VERSION/`, where VERSION is the next free integer.
+
+    The export is written beside and renamed: a server that watches `path` sees a whole version or none,
+    and a version that exists is never touched.
+
+    Args:
+        model: a built `CausalLM`.
+        tokenizer: the tokenizer of its ids, with the same vocabulary size.
+        path: the base folder; made unless it exists.
+
+    Returns:
+        The folder of the version, a `pathlib.Path`.
+
+    Raises:
+        ValueError: if model and tokenizer disagree about the size of the vocabulary.
+        OSError: if the folder cannot be written.
+    """
+    if tokenizer.vocabulary_size != model.vocabulary_size:
+        raise ValueError(
+            "The tokenizer writes ids that the model reads. Expected one vocabulary size. Received: "
+            f"{tokenizer.vocabulary_size} in the tokenizer, {model.vocabulary_size} in the model. "
+            "Export the model with the tokenizer that it was trained with."
+        )
+    base = pathlib.Path(path)
+    base.mkdir(parents=True, exist_ok=True)
+    unfinished = pathlib.Path(tempfile.mkdtemp(prefix=".unfinished-", dir=base))
+    try:
+        module = _Exported(model, tokenizer)
+        tf.saved_model.save(
+            module,
+            str(unfinished),
+            signatures=module.signatures(),
+            options=tf.saved_model.SaveOptions(experimental_debug_stripper=True),
+        )
+        unfinished.chmod(0o755)
+        return _rename_to_next_version(unfinished, base)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def load_saved_model(path):
+    """Load an export: the base folder (its newest version) or the folder of a version.
+
+    Returns:
+        A `LoadedModel`.
+
+    Raises:
+        ValueError: if the folder holds no export of this package.
+    """
+    return LoadedModel(path)
+
+
+class LoadedModel:
+    """An export, loaded: one method a signature, with Python values in and NumPy arrays out.
+
+    Attributes:
+        path: the folder of the version.
+        signatures: the signatures themselves, by name.
+    """
+
+    def __init__(self, path):
+        self.path = _version_folder(path)
+        # Held for life: the signatures alone would not keep the variables.
+        self._loaded = tf.saved_model.load(str(self.path))
+        self.signatures = dict(self._loaded.signatures)
+        if "generate" not in self.signatures:
+            raise ValueError(_NO_EXPORT.format(path=path))
+
+    def generate(
+        self,
+        prompts,
+        max_new_tokens,
+        temperature=0.0,
+        top_k=0,
+        top_p=1.0,
+        seed=0,
+        stop="",
+        jit_compile=False,
+    ):
+        """Continue texts.
+
+        Args:
+            prompts: a string, or a list of strings.
+            max_new_tokens, temperature, top_k, top_p, seed, stop: one for all or one a prompt, as the
+                signature `generate` takes them.
+            jit_compile: whether to call `generate_xla` instead.
+
+        Returns:
+            A dictionary of the outputs of the signature, NumPy arrays of batch size B, 1 for a string.
+
+        Raises:
+            ValueError: if a prompt or a setting is refused.
+        """
+        texts = tf.constant([prompts] if isinstance(prompts, str) else list(prompts), tf.string)
+
+        def row(value, dtype):
+            return tf.broadcast_to(tf.constant(value, dtype), tf.shape(texts))
+
+        return self._call(
+            "generate_xla" if jit_compile else "generate",
+            prompt=texts,
+            max_new_tokens=row(max_new_tokens, tf.int32),
+            temperature=row(temperature, tf.float32),
+            top_k=row(top_k, tf.int32),
+            top_p=row(top_p, tf.float32),
+            seed=row(seed, tf.int32),
+            stop=row(stop, tf.string),
+        )
+
+    def score(self, texts):
+        """Log-probabilities and loss of texts: the signature `score`."""
+        return self._call("score", text=tf.constant([texts] if isinstance(texts, str) else texts))
+
+    def attention(self, texts):
+        """The weights of each layer and head for texts: the signature `attention`."""
+        return self._call("attention", text=tf.constant([texts] if isinstance(texts, str) else texts))
+
+    def _call(self, signature, **inputs):
+        with value_errors():
+            outputs = self.signatures[signature](**inputs)
+        return {name: value.numpy() for name, value in outputs.items()}
+
+
+class _Exported(tf.Module):
+    """The signatures of an export, and the variables and tables they need."""
+
+    def __init__(self, model, tokenizer):
+        super().__init__()
+        self._model = lambda: model  # In a function: only its variables belong into the export.
+        self.tokenizer = tokenizer
+        self.variables_of_model = [variable.value for variable in model.variables]
+        # One copy in the graph of what several signatures use; out of the sight of the tracker, which
+        # would write each down a second time as a function of its own.
+        self._shared = types.SimpleNamespace(
+            window=_graph(lambda ids: model(ids, return_attention_scores=True, training=False), _IDS),
+            tokenize=_graph(tokenizer.tokenize, _STRINGS),
+            detokenize=_graph(tokenizer.detokenize, _IDS, _INTS),
+            prepare=_graph(self._prepare, _STRINGS, _STRINGS, *_SETTINGS.values()),
+            present=_graph(
+                self._present,
+                generation.Generation(_IDS, _INTS, _FLOAT_ROWS, _STRINGS),
+                _INTS,
+                _INTS,
+            ),
+        )
+
+    def signatures(self):
+        strings, ids, ints = _STRINGS, _IDS, _INTS
+        text_settings = {"prompt": strings, **_SETTINGS, "stop": strings}
+        id_settings = {"prompt_ids": ids, "prompt_length": ints, **_SETTINGS, "stop_id": ints}
+        cache_specs = {}
+        for index, (keys, values) in enumerate(self._model().make_cache(1)):
+            cache_specs[f"keys_{index}"] = tf.TensorSpec((None, *keys.shape[1:]), keys.dtype)
+            cache_specs[f"values_{index}"] = tf.TensorSpec((None, *values.shape[1:]), values.dtype)
+        specs = {
+            "serving_default": (self.greedy, {"prompt": strings}),
+            "generate": (self.generate, text_settings),
+            "generate_xla": (self.generate_xla, text_settings),
+            "generate_ids": (self.generate_ids, id_settings),
+            "score": (self.score, {"text": strings}),
+            "attention": (self.attention, {"text": strings}),
+            "prefill": (self.prefill, {"prompt_ids": ids, "prompt_length": ints}),
+            "step": (self.step, {"token_id": ints, "position": ints, **cache_specs}),
+        }
+        return {
+            name: tf.function(method, autograph=False).get_concrete_function(
+                **{key: tf.TensorSpec(spec.shape, spec.dtype, name=key) for key, spec in inputs.items()}
+            )
+            for name, (method, inputs) in specs.items()
+        }
+
+    def greedy(self, prompt):
+        """Prompt and greedy continuation, up to the stop or the last position."""
+        rows = tf.shape(prompt)
+        outputs = self.generate(
+            prompt=prompt,
+            max_new_tokens=tf.fill(rows, self._model().sequence_length),
+            temperature=tf.fill(rows, 0.0),
+            top_k=tf.fill(rows, 0),
+            top_p=tf.fill(rows, 1.0),
+            seed=tf.fill(rows, 0),
+            stop=tf.fill(rows, ""),
+        )
+        return {"text": outputs["text"]}
+
+    def generate(self, prompt, stop, **settings):
+        return self._generate(prompt, stop, settings, jit_compile=False)
+
+    def generate_xla(self, prompt, stop, **settings):
+        return self._generate(prompt, stop, settings, jit_compile=True)
+
+    def _generate(self, prompt, stop, settings, jit_compile):
+        prompt_ids, prompt_length, stop_ids, stop_length = self._shared.prepare(
+            prompt, stop, *(settings[name] for name in _SETTINGS)
+        )
+        result = self._continue(prompt_ids, prompt_length, settings, stop_ids, jit_compile)
+        return self._shared.present(result, prompt_length, stop_length)
+
+    def _prepare(self, prompt, stop, *settings):
+        """Prompts and stops as ids."""
+        named = dict(zip(_SETTINGS, settings, strict=True))
+        with tf.control_dependencies(_require_one_batch(prompt=prompt, stop=stop, **named)):
+            prompt = tf.identity(prompt)
+        return (*self._shared.tokenize(prompt), *self._stop_ids(stop))
+
+    def _present(self, result, prompt_length, stop_length):
+        """What was generated as text, without the stop."""
+        shown = result.lengths - tf.where(result.finish_reasons == "stop", stop_length, 0)
+        # Row by row, the new tokens begin where the prompt ends.
+        offset = prompt_length[:, None] + tf.range(tf.shape(result.new_logprobs)[1])[None, :]
+        offset = tf.minimum(offset, tf.shape(result.token_ids)[1] - 1)
+        new_ids = tf.gather(result.token_ids, offset, batch_dims=1)
+        completion = self._shared.detokenize(new_ids, shown - prompt_length)
+        return {
+            "text": _valid_utf8(self._shared.detokenize(result.token_ids, shown)),
+            "completion": _valid_utf8(completion),
+            "completion_bytes": completion,
+            "token_ids": result.token_ids,
+            "length": result.lengths,
+            "new_logprobs": result.new_logprobs,
+            "finish_reason": result.finish_reasons,
+        }
+
+    def generate_ids(self, prompt_ids, prompt_length, stop_id, **settings):
+        with tf.control_dependencies(
+            _require_one_batch(
+                prompt_ids=prompt_ids, prompt_length=prompt_length, stop_id=stop_id, **settings
+            )
+        ):
+            stop_ids = tf.pad(
+                stop_id[:, None],
+                ((0, 0), (generation.MAX_STOP_TOKENS - 1, 0)),
+                constant_values=-1,
+            )
+        result = self._continue(prompt_ids, prompt_length, settings, stop_ids, jit_compile=False)
+        return {
+            "token_ids": result.token_ids,
+            "length": result.lengths,
+            "new_logprobs": result.new_logprobs,
+            "finish_reason": result.finish_reasons,
+        }
+
+    def score(self, text):
+        """How likely the model finds each token of a text after those before it."""
+        token_ids, length = self._window(text, self._model().sequence_length)
+        logits, _ = self._shared.window(token_ids)
+        logprobs = tf.nn.log_softmax(tf.cast(logits, tf.float32))[:, :-1]
+        logprobs = tf.gather(logprobs, token_ids[:, 1:], batch_dims=2)
+        real = tf.sequence_mask(length - 1, tf.shape(logprobs)[1])
+        logprobs = tf.where(real, logprobs, 0.0)
+        targets = tf.cast(length - 1, tf.float32)
+        return {
+            "token_ids": token_ids,
+            "length": length,
+            "logprobs": tf.pad(logprobs, ((0, 0), (1, 0))),
+            "loss": tf.math.divide_no_nan(-tf.reduce_sum(logprobs, axis=1), targets),
+        }
+
+    def attention(self, text):
+        """Who looks at whom, in every layer and head, and what comes next."""
+        longest = min(MAX_ATTENTION_TOKENS, self._model().sequence_length)
+        token_ids, length = self._window(text, longest)
+        logits, weights = self._shared.window(token_ids)
+        real = tf.sequence_mask(length, tf.shape(token_ids)[1])
+        weights = tf.stack([tf.cast(layer, tf.float32) for layer in weights], axis=1)
+        pieces = self._shared.detokenize(
+            tf.reshape(token_ids, (-1, 1)), tf.ones(tf.size(token_ids), tf.int32)
+        )
+        return {
+            "tokens_bytes": tf.where(real, tf.reshape(pieces, tf.shape(token_ids)), ""),
+            "length": length,
+            "weights": tf.where(real[:, None, None, :, None], weights, 0.0),
+            "next_logits": tf.gather(logits, length - 1, batch_dims=1),
+        }
+
+    def prefill(self, prompt_ids, prompt_length):
+        """The logits that follow each prompt, and a cache that holds it."""
+        model = self._model()
+        with tf.control_dependencies(
+            _require_one_batch(prompt_ids=prompt_ids, prompt_length=prompt_length)
+        ):
+            settings = _no_settings(prompt_length)
+        prompt_ids = generation.check_function(model)(prompt_ids, prompt_length, settings)
+        width = tf.reduce_max(tf.concat([prompt_length, [1]], 0))
+        rows = tf.shape(prompt_ids)[0]
+        logits, cache = generation.advance_function(model)(
+            tf.clip_by_value(prompt_ids[:, :width], 0, model.vocabulary_size - 1),
+            tf.tile(tf.range(width)[None, :], (rows, 1)),
+            model.make_cache(rows),
+        )
+        logits = tf.gather(logits, prompt_length - 1, batch_dims=1)
+        return {"logits": logits, **_cache_outputs(cache)}
+
+    def step(self, token_id, position, **cache):
+        """The logits that follow one more token of each row, and the cache with it."""
+        model = self._model()
+        layers = range(len(cache) // 2)
+        with tf.control_dependencies(
+            _require_one_batch(token_id=token_id, position=position, **cache)
+            + require(
+                tf.reduce_all((position >= 0) & (position < model.sequence_length)),
+                f"A position is outside the model. Expected 0 to {model.sequence_length - 1}. "
+                "Received: ",
+                position,
+                ". Stop before the last position.",
+            )
+        ):
+            settings = _no_settings(token_id)
+        token_id = generation.check_function(model)(token_id[:, None], tf.ones_like(token_id), settings)
+        logits, cache = generation.advance_function(model)(
+            token_id,
+            position[:, None],
+            tuple((cache[f"keys_{i}"], cache[f"values_{i}"]) for i in layers),
+        )
+        return {"logits": logits[:, 0], **_cache_outputs(cache)}
+
+    def _continue(self, prompt_ids, prompt_length, settings, stop_ids, jit_compile):
+        settings = generation.Settings(**settings, stop=stop_ids)
+        run = generation.request_function(self._model(), jit_compile)
+        return run(prompt_ids, prompt_length, settings, tf.constant(self.tokenizer.pad_id))
+
+    def _stop_ids(self, stop):
+        """Stop texts as (B, 8) ids, -1 in front, and how many there are; "" is the tokenizer's own."""
+        width = generation.MAX_STOP_TOKENS
+        ids, length = self._shared.tokenize(stop)
+        end_id = self.tokenizer.end_id
+        own = tf.reshape(tf.constant([-1 if end_id is None else end_id]), (1, 1))
+        default = stop == ""
+        length = tf.where(default, 0 if end_id is None else 1, length)
+        with tf.control_dependencies(
+            require(
+                tf.reduce_all(length <= width),
+                f"A stop is too long. Expected at most {width} tokens. Received: ",
+                length,
+                " tokens. Stop at a shorter text.",
+            )
+        ):
+            ids = tf.pad(ids, ((0, 0), (0, width)))
+        ids = tf.where(default[:, None], own, ids)
+        place = tf.range(width)[None, :] - (width - length[:, None])
+        shifted = tf.gather(ids, tf.maximum(place, 0), batch_dims=1)
+        return tf.where(place >= 0, shifted, -1), length
+
+    def _window(self, text, longest):
+        """Texts as a window of 1 to `longest` tokens a row."""
+        token_ids, length = self._shared.tokenize(text)
+        checks = require(
+            tf.reduce_all(length >= 1),
+            "There is nothing to read. Expected at least one token in each text. "
+            "Received: an empty text. Give at least one word or character.",
+        ) + require(
+            tf.reduce_all(length <= longest),
+            f"The text is too long. Expected at most {longest} tokens. Received: ",
+            length,
+            " tokens. Shorten the text.",
+        )
+        with tf.control_dependencies(checks):
+            return tf.identity(token_ids), tf.identity(length)
+
+
+def _graph(function, *signature):
+    return tf.function(function, input_signature=signature, autograph=False)
+
+
+def _no_settings(like):
+    """Settings that pass every check, one a row of `like`, where only ids are to be checked."""
+    zeros = tf.zeros_like(like)
+    floats = tf.cast(zeros, tf.float32)
+    stop = tf.tile(zeros[:, None] - 1, (1, generation.MAX_STOP_TOKENS))
+    return generation.Settings(zeros, floats, zeros, floats + 1.0, zeros, stop)
+
+
+def _cache_outputs(cache):
+    outputs = {}
+    for index, (keys, values) in enumerate(cache):
+        outputs |= {f"new_keys_{index}": keys, f"new_values_{index}": values}
+    return outputs
+
+
+def _valid_utf8(texts):
+    return tf.strings.unicode_transcode(texts, "UTF-8", "UTF-8", errors="replace")
+
+
+def _require_one_batch(**inputs):
+    """The assertion that all inputs have as many rows as the first one."""
+    (name, first), *others = inputs.items()
+    checks = []
+    for other, value in others:
+        checks += require(
+            tf.shape(value)[0] == tf.shape(first)[0],
+            f"Each row needs its own value. Expected as many rows in {other} as in {name}. Received: ",
+            tf.stack([tf.shape(value)[0], tf.shape(first)[0]]),
+            ".",
+        )
+    return checks
+
+
+_NO_EXPORT = (
+    "There is no export to load. Expected a folder that export_saved_model wrote, or a version in it. "
+    "Received: {path}. Export a model first, or name another folder."
+)
+
+
+def _version_folder(path):
+    """The version folder that a path means: itself, or the newest version in it."""
+    path = pathlib.Path(path)
+    if (path / "saved_model.pb").is_file():
+        return path
+    versions = _versions(path)
+    if not versions or not (path / str(versions[-1]) / "saved_model.pb").is_file():
+        raise ValueError(_NO_EXPORT.format(path=path))
+    return path / str(versions[-1])
+
+
+def _versions(base):
+    """The version numbers in a base folder, ascending."""
+    if not base.is_dir():
+        return []
+    return sorted(int(entry.name) for entry in base.iterdir() if entry.name.isdecimal())
+
+
+def _rename_to_next_version(unfinished, base):
+    while True:
+        version = base / str(max(_versions(base), default=0) + 1)
+        try:
+            # Fails if another export took the number meanwhile, since that folder is not empty.
+            os.rename(unfinished, version)
+        except FileExistsError:
+            continue
+        except OSError:
+            if version.exists():
+                continue
+            raise
+        return version

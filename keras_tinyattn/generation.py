@@ -1,0 +1,520 @@
+"""Prompt ids to a continuation: one loop with a cache, with and without XLA.
+
+    prefill  the prompt fills the cache, all positions at once
+    step     the newest token meets the cache -> logits -> sampling -> the next token
+    loop     steps until every row has stopped or has no room left
+
+A row stands at its own position, so prompts of unequal length share a batch, padded on the right.
+"""
+
+import functools
+import weakref
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from keras_tinyattn import sampling
+from keras_tinyattn._boundary import require, value_errors
+
+__all__ = ["Generation", "generate", "stream"]
+
+MAX_STOP_TOKENS = 8
+
+
+class Generation(NamedTuple):
+    """What `generate` returns; without the batch axis for a single prompt."""
+
+    token_ids: Any  # (B, L) int32: prompt and continuation, then pad ids
+    lengths: Any  # (B,) int32: how many of them count, a stop included
+    new_logprobs: Any  # (B, N) float32: the model's own log-probability of each new token, then 0
+    finish_reasons: Any  # (B,) strings: "stop" or "length"
+
+
+class Settings(NamedTuple):
+    """The settings of each row, `(B,)`; but `stop` is `(B, M)` ids, -1 in front of shorter ones."""
+
+    max_new_tokens: Any
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    seed: Any
+    stop: Any
+
+
+def generate(
+    model,
+    token_ids,
+    max_new_tokens,
+    temperature=0.0,
+    top_k=0,
+    top_p=1.0,
+    seed=0,
+    stop=None,
+    pad_id=0,
+    jit_compile=True,
+):
+    """Continue prompts, each setting one for all or one a prompt.
+
+    Args:
+        model: a `CausalLM`.
+        token_ids: one prompt, a list of ids; or a list of prompts, which may differ in length.
+        max_new_tokens: how many tokens to add at most; a prompt with less room before the last position
+            gets what there is.
+        temperature: 0 is greedy; finite and at least 0.
+        top_k: draw among so many likeliest tokens; 0 for all.
+        top_p: draw among the likeliest tokens that reach this share of the probability; in (0, 1].
+        seed: any int32; the same seed draws the same tokens.
+        stop: a token id, or a list of up to 8 ids that end a continuation together; a list of those
+            (or None) for one a prompt. It counts among new tokens only.
+        pad_id: the id that fills up a row behind its end.
+        jit_compile: whether XLA compiles the loop: slower at the first call, faster after.
+
+    Returns:
+        A `Generation` of NumPy arrays; one row without the batch axis for one prompt.
+
+    Raises:
+        ValueError: if a prompt is empty or longer than `sequence_length`, an id is outside the
+            vocabulary, or a setting is out of range.
+
+    Example:
+
+    >>> from keras_tinyattn import gpt
+    >>> model = gpt(11, sequence_length=8, hidden_dim=4, num_heads=2, num_layers=1)
+    >>> generate(model, [[1, 2, 3], [4]], max_new_tokens=2, jit_compile=False).lengths
+    array([5, 3], dtype=int32)
+    """
+    prompts, lengths, single = _pad_prompts(token_ids, pad_id)
+    settings = _settings(
+        len(lengths), max_new_tokens, temperature, top_k, top_p, seed, _stop_rows(stop, len(lengths))
+    )
+    with value_errors():
+        result = request_function(model, jit_compile)(prompts, lengths, settings, tf.constant(pad_id))
+    result = [array.numpy() for array in result]
+    result[3] = result[3].astype(str)
+    return Generation(*(array[0] for array in result) if single else result)
+
+
+def stream(model, token_ids, max_new_tokens, **settings):
+    """Continue one prompt and yield each new token id as soon as it is known.
+
+    Args:
+        model: a `CausalLM`.
+        token_ids: one prompt, a list of ids.
+        max_new_tokens: as in `generate`.
+        **settings: temperature, top_k, top_p, seed and stop, as in `generate`.
+
+    Yields:
+        Integers: the ids that `generate` gives for the same arguments, a stop included.
+
+    Raises:
+        ValueError: as `generate`; at the call, before the first token is asked for.
+    """
+    prompts, lengths, single = _pad_prompts(token_ids, 0)
+    if not single:
+        raise ValueError(
+            "A stream follows one text. Expected one prompt, a list of ids. "
+            f"Received: a batch of {len(lengths)}. Open one stream a prompt."
+        )
+    known = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0, "stop": None}
+    unknown = sorted(set(settings) - set(known))
+    if unknown:
+        raise TypeError(f"stream() got an unexpected keyword argument {unknown[0]!r}")
+    settings = {**known, **settings}
+    settings["stop"] = _stop_rows(settings["stop"], 1)
+    settings = _settings(1, max_new_tokens, **settings)
+    start, step = _stepwise(model)
+    with value_errors():
+        state = start(prompts, lengths, settings)
+
+    def tokens(state):
+        for index in range(int(state.budget[0])):
+            state = step(state, settings)
+            yield int(state.new_ids[index, 0])
+            if state.done[0]:
+                return
+
+    return tokens(state)
+
+
+def check_request(model, prompt_ids, prompt_lengths, settings):
+    """The assertions, in a graph, that refuse what cannot be continued."""
+    real = tf.sequence_mask(prompt_lengths, tf.shape(prompt_ids)[1])
+    outside = tf.boolean_mask(
+        prompt_ids, real & ((prompt_ids < 0) | (prompt_ids >= model.vocabulary_size))
+    )
+    longest = tf.reduce_max(tf.concat([prompt_lengths, [0]], 0))
+    shortest = tf.reduce_min(tf.concat([prompt_lengths, [1]], 0))
+    settings_of = {
+        "max_new_tokens": ("an integer of at least 0", settings.max_new_tokens >= 0),
+        "temperature": (
+            "a finite number of at least 0",
+            (settings.temperature >= 0.0) & (settings.temperature < np.inf),
+        ),
+        "top_k": ("an integer of at least 0, where 0 means all", settings.top_k >= 0),
+        "top_p": (
+            "a number above 0 and up to 1, where 1 means all",
+            (settings.top_p > 0.0) & (settings.top_p <= 1.0),
+        ),
+    }
+    checks = require(
+        tf.size(outside) == 0,
+        f"A token id is outside the vocabulary. Expected ids from 0 to {model.vocabulary_size - 1}. "
+        "Received: ",
+        outside,
+        ". Encode the text with the tokenizer of the model.",
+    )
+    checks += require(
+        shortest >= 1,
+        "There is nothing to continue. Expected at least one token in each prompt. "
+        "Received: an empty prompt. Begin the text with at least one word or character.",
+    )
+    checks += require(
+        longest <= tf.minimum(model.sequence_length, tf.shape(prompt_ids)[1]),
+        "The prompt does not fit the positions of the model. Expected at most "
+        f"sequence_length={model.sequence_length} tokens. Received: ",
+        longest,
+        " tokens. Shorten the prompt, or build a model with a larger sequence_length.",
+    )
+    for name, (expected, valid) in settings_of.items():
+        checks += require(
+            tf.reduce_all(valid),
+            f"{name} is out of range. Expected {expected}. Received: ",
+            tf.boolean_mask(getattr(settings, name), ~valid),
+            ".",
+        )
+    return checks
+
+
+def _continue(model, prompt_ids, prompt_lengths, settings, pad_id, jit_compile):
+    """Prompts that were checked to a `Generation` of tensors."""
+    budget = _budget(model, prompt_lengths, settings)
+    if jit_compile:
+        run = tf.function(
+            lambda *args: _run(model, *args, slots=model.sequence_length), jit_compile=True
+        )
+        # A compiled function knows one shape: few widths and batch sizes mean few compilations.
+        rows = tf.shape(prompt_ids)[0]
+        padded_rows = _next_power_of_two(rows, 1)
+        width = _next_power_of_two(tf.reduce_max(tf.concat([prompt_lengths, [1]], 0)), 16)
+        width = tf.minimum(width, model.sequence_length)
+        arguments = tf.nest.map_structure(
+            lambda x: _pad_rows(x, padded_rows), (prompt_lengths, settings, budget)
+        )
+        state = run(_pad_width(_pad_rows(prompt_ids, padded_rows), width), *arguments)
+        state = [x[:rows] for x in state]
+    else:
+        slots = tf.reduce_max(tf.concat([prompt_lengths + budget, [1]], 0))
+        width = tf.reduce_max(tf.concat([prompt_lengths, [1]], 0))
+        state = _run(model, prompt_ids[:, :width], prompt_lengths, settings, budget, slots=slots)
+    return _assemble(prompt_ids, prompt_lengths, *state, pad_id)
+
+
+class _State(NamedTuple):
+    """Where the loop stands; every row has made the same number of steps."""
+
+    index: Any  # scalar int32: steps made
+    token: Any  # (B,) int32: the newest token of each row
+    position: Any  # (B,) int32: where it stands
+    budget: Any  # (B,) int32: how many new tokens the row may have
+    count: Any  # (B,) int32: how many it has
+    done: Any  # (B,) boolean
+    stopped: Any  # (B,) boolean: done by its stop
+    recent: Any  # (B, M) int32: the newest tokens, to compare with a stop of M tokens
+    new_ids: Any  # (N, B) int32
+    new_logprobs: Any  # (N, B) float32
+    cache: Any
+
+
+def _run(model, prompt_ids, prompt_lengths, settings, budget, slots):
+    """All the steps of a batch: new ids (B, N), their log-probabilities, counts, and who stopped."""
+    state = _start(model, prompt_ids, prompt_lengths, settings, budget, slots)
+    state = tf.while_loop(
+        lambda *state: ~tf.reduce_all(_State(*state).done),
+        lambda *state: _step(model, _State(*state), settings),
+        state,
+        parallel_iterations=1,
+    )
+    state = _State(*state)
+    return (
+        tf.transpose(state.new_ids),
+        tf.transpose(state.new_logprobs),
+        state.count,
+        state.stopped,
+    )
+
+
+def _start(model, prompt_ids, prompt_lengths, settings, budget, slots):
+    """Fill the cache with the prompts; the newest token of a row is the last of its prompt."""
+    rows, width = tf.shape(prompt_ids)[0], tf.shape(prompt_ids)[1]
+    cache = model.make_cache(rows, slots)
+    # Nobody reads these logits, so the compiler drops their computation: the first step makes those of
+    # the last prompt token again, by the same code as all others.
+    positions = tf.tile(tf.range(width)[None, :], (rows, 1))
+    _, cache = advance_function(model)(
+        tf.clip_by_value(prompt_ids, 0, model.vocabulary_size - 1), positions, cache
+    )
+    last = prompt_lengths - 1
+    return _State(
+        index=tf.constant(0),
+        token=tf.gather(prompt_ids, tf.maximum(last, 0), batch_dims=1),
+        position=last,
+        budget=budget,
+        count=tf.zeros_like(budget),
+        done=budget == 0,
+        stopped=tf.zeros_like(budget, tf.bool),
+        recent=tf.fill(tf.shape(settings.stop), -2),
+        new_ids=tf.zeros((slots, rows), tf.int32),
+        new_logprobs=tf.zeros((slots, rows), tf.float32),
+        cache=cache,
+    )
+
+
+def _step(model, state, settings):
+    """One more token for each row that is not done."""
+    logits, cache = advance_function(model)(state.token[:, None], state.position[:, None], state.cache)
+    logits = tf.cast(logits[:, 0], tf.float32)
+    token = sampling.sample(
+        logits,
+        settings.temperature,
+        settings.top_k,
+        settings.top_p,
+        settings.seed,
+        step=state.index,
+    )
+    logprobs = tf.gather(tf.nn.log_softmax(logits), token, batch_dims=1)
+    active = ~state.done
+    count = state.count + tf.cast(active, tf.int32)
+    recent = tf.concat([state.recent[:, 1:], token[:, None]], axis=1)
+    # -1 stands in front of a shorter stop and matches anything; a row of -1 is no stop.
+    match = tf.reduce_all((recent == settings.stop) | (settings.stop < 0), axis=1)
+    stopped = state.stopped | (active & match & (settings.stop[:, -1] >= 0))
+    place = tf.reshape(state.index, (1, 1))
+    return _State(
+        index=state.index + 1,
+        token=token,
+        # A row that is done stays where it is, inside the cache.
+        position=state.position + tf.cast(active & (count < state.budget), tf.int32),
+        budget=state.budget,
+        count=count,
+        done=stopped | (count >= state.budget),
+        stopped=stopped,
+        recent=recent,
+        new_ids=tf.tensor_scatter_nd_update(state.new_ids, place, token[None]),
+        new_logprobs=tf.tensor_scatter_nd_update(state.new_logprobs, place, logprobs[None]),
+        cache=cache,
+    )
+
+
+def _assemble(prompt_ids, prompt_lengths, new_ids, new_logprobs, count, stopped, pad_id):
+    """Put each row's new tokens right behind its prompt, and pad ids behind them."""
+    lengths = prompt_lengths + count
+    total = tf.reduce_max(tf.concat([lengths, [0]], 0))
+    added = tf.reduce_max(tf.concat([count, [0]], 0))
+    place = tf.range(total)[None, :]
+    from_prompt = tf.gather(
+        prompt_ids,
+        tf.minimum(tf.tile(place, (tf.shape(prompt_ids)[0], 1)), tf.shape(prompt_ids)[1] - 1),
+        batch_dims=1,
+    )
+    offset = tf.clip_by_value(place - prompt_lengths[:, None], 0, tf.shape(new_ids)[1] - 1)
+    token_ids = tf.where(
+        place < prompt_lengths[:, None], from_prompt, tf.gather(new_ids, offset, batch_dims=1)
+    )
+    counted = tf.range(added)[None, :] < count[:, None]
+    return Generation(
+        tf.where(place < lengths[:, None], token_ids, pad_id),
+        lengths,
+        tf.where(counted, new_logprobs[:, :added], 0.0),
+        tf.where(stopped, "stop", "length"),
+    )
+
+
+def _budget(model, prompt_lengths, settings):
+    """How many tokens each row may add: what it asked for, or the room before the last position."""
+    return tf.minimum(settings.max_new_tokens, model.sequence_length - prompt_lengths)
+
+
+# Compiled functions of a model, made once and forgotten with it. They hold it weakly themselves.
+_functions = weakref.WeakKeyDictionary()
+
+
+def advance_function(model):
+    """The cached forward pass, one copy in a graph for prompts and for steps."""
+    functions = _functions.setdefault(model, {})
+    if "advance" not in functions:
+        model_ref = weakref.ref(model)
+        ids = tf.TensorSpec((None, None), tf.int32)
+        cache = tf.nest.map_structure(
+            lambda x: tf.TensorSpec((None, x.shape[1], None, x.shape[3]), x.dtype),
+            model.make_cache(1, 1),
+        )
+
+        @functools.partial(tf.function, input_signature=(ids, ids, cache), autograph=False)
+        def advance(token_ids, positions, cache):
+            return model_ref()(token_ids, cache=cache, positions=positions, training=False)
+
+        functions["advance"] = advance
+    return functions["advance"]
+
+
+def check_function(model):
+    """A graph function that gives the prompt ids back if `check_request` has nothing against them."""
+    functions = _functions.setdefault(model, {})
+    if "check" not in functions:
+        model_ref = weakref.ref(model)
+
+        @functools.partial(tf.function, input_signature=_signature()[:3], autograph=False)
+        def check(prompt_ids, prompt_lengths, settings):
+            checks = check_request(model_ref(), prompt_ids, prompt_lengths, settings)
+            with tf.control_dependencies(checks):
+                return tf.identity(prompt_ids)
+
+        functions["check"] = check
+    return functions["check"]
+
+
+def request_function(model, jit_compile):
+    """A graph function from a request, unchecked, to a `Generation` of tensors; one for each model."""
+    functions = _functions.setdefault(model, {})
+    key = bool(jit_compile)
+    if key not in functions:
+        model_ref = weakref.ref(model)
+
+        @functools.partial(tf.function, input_signature=_signature(), autograph=False)
+        def run(prompt_ids, prompt_lengths, settings, pad_id):
+            model = model_ref()
+            # Checked before the compiled part is entered, where an assertion would be dropped.
+            with tf.control_dependencies(check_request(model, prompt_ids, prompt_lengths, settings)):
+                prompt_ids = tf.identity(prompt_ids)
+            return _continue(model, prompt_ids, prompt_lengths, settings, pad_id, key)
+
+        functions[key] = run
+    return functions[key]
+
+
+def _stepwise(model):
+    functions = _functions.setdefault(model, {})
+    if "stepwise" not in functions:
+        model_ref = weakref.ref(model)
+        prompt_ids, prompt_lengths, settings, _ = _signature()
+
+        @functools.partial(tf.function, input_signature=(prompt_ids, prompt_lengths, settings))
+        def start(prompt_ids, prompt_lengths, settings):
+            model = model_ref()
+            with tf.control_dependencies(check_request(model, prompt_ids, prompt_lengths, settings)):
+                budget = _budget(model, prompt_lengths, settings)
+            slots = tf.reduce_max(tf.concat([prompt_lengths + budget, [1]], 0))
+            return _start(model, prompt_ids, prompt_lengths, settings, budget, slots)
+
+        @functools.partial(tf.function, reduce_retracing=True, autograph=False)
+        def step(state, settings):
+            return _step(model_ref(), state, settings)
+
+        functions["stepwise"] = start, step
+    return functions["stepwise"]
+
+
+def _signature():
+    def row(dtype):
+        return tf.TensorSpec((None,), dtype)
+
+    settings = Settings(
+        max_new_tokens=row(tf.int32),
+        temperature=row(tf.float32),
+        top_k=row(tf.int32),
+        top_p=row(tf.float32),
+        seed=row(tf.int32),
+        stop=tf.TensorSpec((None, MAX_STOP_TOKENS), tf.int32),
+    )
+    return (tf.TensorSpec((None, None), tf.int32), row(tf.int32), settings, tf.TensorSpec((), tf.int32))
+
+
+def _pad_prompts(token_ids, pad_id):
+    """Prompts as (B, T) ids and (B,) lengths, and whether there was a single one."""
+    if hasattr(token_ids, "numpy"):
+        token_ids = token_ids.numpy()
+    rows = list(token_ids)
+    single = not rows or np.ndim(rows[0]) == 0
+    rows = [np.asarray(row) for row in ([rows] if single else rows)]
+    for row in rows:
+        if row.ndim != 1 or (row.size and not np.issubdtype(row.dtype, np.integer)):
+            raise ValueError(
+                "A prompt is a list of token ids. Expected integers, one list or a list of lists. "
+                f"Received: {row.dtype} of shape {row.shape}. Encode the text with a tokenizer."
+            )
+    lengths = np.array([row.size for row in rows], np.int32)
+    prompts = np.full((len(rows), max(lengths, default=0)), pad_id, np.int64)
+    for place, row in zip(prompts, rows, strict=True):
+        place[: row.size] = row
+    # An id beyond int32 stays outside the vocabulary.
+    prompts = np.clip(prompts, np.iinfo(np.int32).min, np.iinfo(np.int32).max).astype(np.int32)
+    return tf.constant(prompts), tf.constant(lengths), single
+
+
+def _settings(rows, max_new_tokens, temperature, top_k, top_p, seed, stop):
+    def row(name, value, dtype):
+        value = np.asarray(value)
+        if value.shape not in ((), (rows,)) or (
+            dtype == np.int32 and not np.issubdtype(value.dtype, np.integer)
+        ):
+            kind = "integer" if dtype == np.int32 else "number"
+            raise ValueError(
+                f"{name} is one for all prompts or one a prompt. Expected an {kind} or {rows} of them. "
+                f"Received: {value.tolist()}."
+            )
+        if dtype == np.int32 and not np.all((value >= -(2**31)) & (value < 2**31)):
+            raise ValueError(
+                f"{name} does not fit 32 bits. Expected integers from {-(2**31)} to {2**31 - 1}. "
+                f"Received: {value.tolist()}."
+            )
+        return tf.constant(np.broadcast_to(value, (rows,)).astype(dtype))
+
+    return Settings(
+        row("max_new_tokens", max_new_tokens, np.int32),
+        row("temperature", temperature, np.float32),
+        row("top_k", top_k, np.int32),
+        row("top_p", top_p, np.float32),
+        row("seed", seed, np.int32),
+        stop,
+    )
+
+
+def _stop_rows(stop, rows):
+    """Stops as (B, 8) ids, -1 in front."""
+    one_each = isinstance(stop, (list, tuple)) and any(
+        part is None or np.ndim(part) > 0 for part in stop
+    )
+    stops = list(stop) if one_each else [stop] * rows
+    if len(stops) != rows:
+        raise ValueError(
+            f"stop is one for all prompts or one a prompt. Expected {rows} of them. "
+            f"Received: {len(stops)}."
+        )
+    table = np.full((rows, MAX_STOP_TOKENS), -1, np.int32)
+    for place, part in zip(table, stops, strict=True):
+        ids = [] if part is None else np.atleast_1d(np.asarray(part)).tolist()
+        if len(ids) > MAX_STOP_TOKENS or not all(isinstance(i, int) and i >= 0 for i in ids):
+            raise ValueError(
+                f"A stop is what ends a text. Expected one token id, or up to {MAX_STOP_TOKENS}. "
+                f"Received: {part!r}."
+            )
+        if ids:
+            place[-len(ids) :] = ids
+    return tf.constant(table)
+
+
+def _next_power_of_two(number, least):
+    """The smallest power of two that is at least `number` and at least `least`."""
+    powers = tf.constant([2**exponent for exponent in range(31)])
+    return tf.gather(powers, tf.searchsorted(powers, tf.reshape(tf.maximum(number, least), (1,)))[0])
+
+
+def _pad_rows(x, rows):
+    """Add rows of zeros until there are `rows`: without a budget, they are done from the start."""
+    return tf.pad(x, [(0, rows - tf.shape(x)[0])] + [(0, 0)] * (x.shape.rank - 1))
+
+
+def _pad_width(x, width):
+    x = x[:, :width]
+    return tf.pad(x, ((0, 0), (0, width - tf.shape(x)[1])))
