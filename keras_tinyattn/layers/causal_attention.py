@@ -35,8 +35,8 @@ class CausalSelfAttention(ScaledSelfAttention):
         clamped or wrapped, and a compiled function cannot raise.
 
     Raises:
-        ValueError: as in `ScaledSelfAttention`; if only one of cache and positions is given, or a
-            mask together with a cache.
+        ValueError: as in `ScaledSelfAttention`; if only one of cache and positions is given, one of
+            them is of another shape, or a mask comes together with a cache.
 
     Example:
 
@@ -73,8 +73,9 @@ class CausalSelfAttention(ScaledSelfAttention):
                 f"attention_mask={'None' if attention_mask is None else 'given'}. "
                 "Pad on the right and give each row its own positions."
             )
-        keys, values = cache
         positions = ops.convert_to_tensor(positions)
+        self._check_shapes(inputs, cache, positions)
+        keys, values = cache
         slots = ops.clip(positions, 0, ops.shape(keys)[2] - 1)
         poison = ops.where(ops.equal(slots, positions), 0.0, float("nan"))[..., None]
         slots = ops.cast(slots, "int32")
@@ -94,6 +95,31 @@ class CausalSelfAttention(ScaledSelfAttention):
         """An empty cache: a pair of zeros of shape `(batch_size, H, length, K)`, keys and values."""
         shape = (batch_size, self.num_heads, length, self.head_dim)
         return (ops.zeros(shape, self.compute_dtype), ops.zeros(shape, self.compute_dtype))
+
+    def _check_shapes(self, inputs, cache, positions):
+        B, T, _ = inputs.shape
+        shapes = [tuple(part.shape) for part in cache]
+        expected = (B, self.num_heads, shapes[0][2] if len(shapes[0]) == 4 else None, self.head_dim)
+        if len(shapes) != 2 or not all(_fits(shape, expected) for shape in shapes):
+            raise ValueError(
+                "The cache does not fit the layer and its inputs. Expected a pair of shape "
+                f"(B, H, S, K), here {expected}. Received: {len(shapes)} of shape {shapes}. "
+                "Make it with make_cache(batch_size, length)."
+            )
+        if not (_fits(positions.shape, (T,)) or _fits(positions.shape, (B, T))):
+            raise ValueError(
+                "The positions do not fit the inputs. Expected shape (T,) or (B, T), "
+                f"here {(T,)} or {(B, T)}. Received: shape {tuple(positions.shape)}. "
+                "Give each token of the step its absolute position."
+            )
+
+
+def _fits(shape, expected):
+    """Whether a shape may be the expected one, where None is a size known only at run time."""
+    return len(shape) == len(expected) and all(
+        size is None or wanted is None or size == wanted
+        for size, wanted in zip(shape, expected, strict=True)
+    )
 
 
 def _write(cache, slots, update):

@@ -108,7 +108,7 @@ class TokenAndPositionEmbedding(keras.layers.Layer):
         inside = ops.clip(whole, 0, table.shape[0] - 1)
         rows = ops.cast(ops.take(table, inside, axis=0), self.compute_dtype)
         # Compared in the type that came in: a fraction, or what the cast wrapped, is no id either.
-        there = ops.equal(ops.cast(inside, indices.dtype), indices)
+        there = ops.cast(inside, indices.dtype) == indices
         return ops.where(there[..., None], rows, float("nan"))
 
     def get_config(self):

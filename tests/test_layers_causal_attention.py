@@ -1,0 +1,213 @@
+"""`CausalSelfAttention`: no look ahead on any path, and cached steps equal to the full window."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import ops
+
+from keras_tinyattn import CausalSelfAttention, DecoderBlock
+
+B, T, D, H, K = 2, 5, 6, 3, 4
+# Float32 sums of up to 12 terms of size 1, in another order.
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+def _draw(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype("float32")
+
+
+def _attention(**arguments):
+    layer = CausalSelfAttention(K, H, output_dim=D, use_bias=True, **arguments)
+    layer.build((B, T, D))
+    return layer
+
+
+def _block(**arguments):
+    block = DecoderBlock(hidden_dim=D, num_heads=H, **arguments)
+    block.build((B, T, D))
+    return block
+
+
+LAYERS = [_attention, _block]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"dropout": 0.3, "seed": 5}, {"blockwise": True}],
+    ids=["dense", "dropout", "blockwise"],
+)
+@pytest.mark.parametrize("make", LAYERS)
+def test_the_future_does_not_change_the_past(make, arguments):
+    layer = make(**arguments)
+    x = _draw(B, T, D)
+
+    def run(x):
+        # A fresh twin, so that the dropout's draws repeat.
+        results = []
+        for training in (False, True):
+            for scores in (False, True) if "blockwise" not in arguments else (False,):
+                twin = type(layer).from_config(layer.get_config())
+                twin.build((B, T, D))
+                for ours, theirs in zip(
+                    twin.trainable_variables, layer.trainable_variables, strict=True
+                ):
+                    ours.assign(theirs.value)
+                more = {"return_attention_scores": True} if scores else {}
+                outputs = twin(x, training=training, **more)
+                results.extend(outputs if scores else [outputs])
+        return results
+
+    before = run(tf.constant(x))
+    for cut in range(1, T):
+        changed = np.concatenate([x[:, :cut], 100 * _draw(B, T - cut, D, seed=cut)], axis=1)
+        for earlier, later in zip(before, run(tf.constant(changed)), strict=True):
+            if earlier.shape[-1] == T:  # weights (B, H, T, T)
+                earlier, later = earlier[:, :, :cut], later[:, :, :cut]
+                assert not np.any(later[..., cut:])
+            else:
+                earlier, later = earlier[:, :cut], later[:, :cut]
+            # Exact in the maths; the sums may be split otherwise.
+            np.testing.assert_allclose(later, earlier, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("blockwise", [False, True])
+@pytest.mark.parametrize("make", LAYERS)
+def test_the_future_does_not_change_the_past_when_compiled(make, blockwise, on_every_path):
+    layer = make(blockwise=blockwise)
+    x = _draw(B, T, D)
+    changed = np.concatenate([x[:, :3], 100 * _draw(B, T - 3, D, seed=1)], axis=1)
+    before = on_every_path(layer, tf.constant(x))
+    after = on_every_path(layer, tf.constant(changed))
+    for (path, earlier), (_, later) in zip(before, after, strict=True):
+        np.testing.assert_allclose(later[:, :3], earlier[:, :3], rtol=1e-5, atol=1e-6, err_msg=path)
+        assert np.all(np.any(np.asarray(later[:, 3:]) != earlier[:, 3:], axis=-1)), path
+
+
+@pytest.mark.parametrize("make", LAYERS)
+def test_a_cached_step_equals_the_full_window_at_every_position(make, on_every_path):
+    layer, x = make(), _draw(B, T, D)
+    expected, weights = layer(x, return_attention_scores=True)
+
+    def run(x):
+        # The cache is longer than the window: empty slots are not attended to.
+        cache = layer.make_cache(B, T + 2)
+        steps, shares = [], []
+        for t in range(T):
+            step, share, cache = layer(
+                x[:, t : t + 1], cache=cache, positions=ops.array([t]), return_attention_scores=True
+            )
+            steps.append(step)
+            shares.append(share)
+        return ops.concatenate(steps, 1), ops.concatenate(shares, 2)
+
+    for path, (steps, shares) in on_every_path(run, tf.constant(x)):
+        np.testing.assert_allclose(steps, expected, err_msg=path, **CLOSE)
+        np.testing.assert_allclose(shares[..., :T], weights, err_msg=path, **CLOSE)
+        assert not np.any(shares[..., T:]), path
+
+
+@pytest.mark.parametrize("make", LAYERS)
+def test_a_window_may_be_fed_to_the_cache_in_pieces(make):
+    layer, x = make(), _draw(B, T, D)
+    cache = layer.make_cache(B, T)
+    pieces = []
+    for start, end in ((0, 3), (3, 3), (3, 5)):
+        piece, cache = layer(x[:, start:end], cache=cache, positions=ops.arange(start, end))
+        pieces.append(piece)
+    np.testing.assert_allclose(ops.concatenate(pieces, axis=1), layer(x), **CLOSE)
+
+
+@pytest.mark.parametrize("make", LAYERS)
+def test_prompts_of_unequal_length_share_a_batch(make, on_every_path):
+    layer, x = make(), _draw(2, T, D)
+    lengths = (2, 4)
+
+    def run(x):
+        # Right-padded: row 0 holds foreign numbers behind its second token.
+        prompt = ops.concatenate([x[:, :2], ops.concatenate([x[:1, :2] * 50, x[1:, 2:4]], 0)], 1)
+        cache = layer.make_cache(2, T)
+        window, cache = layer(prompt, cache=cache, positions=ops.arange(4))
+        token = ops.stack([x[0, 2:3], x[1, 4:5]])
+        step, cache = layer(token, cache=cache, positions=ops.array([[2], [4]]))
+        again, _ = layer(x[:, 3:4], cache=cache, positions=ops.array([[3], [3]]))
+        return window, step, again
+
+    alone = [layer(x[:1]), layer(x[1:])]
+    for path, (window, step, again) in on_every_path(run, tf.constant(x)):
+        for row, length in enumerate(lengths):
+            expected = alone[row][0]
+            np.testing.assert_allclose(window[row, :length], expected[:length], err_msg=path, **CLOSE)
+            np.testing.assert_allclose(step[row, 0], expected[length], err_msg=path, **CLOSE)
+        np.testing.assert_allclose(again[0, 0], alone[0][0, 3], err_msg=path, **CLOSE)
+
+
+@pytest.mark.parametrize("position", [T, T + 100, -1, -T, 10**6])
+@pytest.mark.parametrize("make", LAYERS)
+def test_a_slot_outside_the_cache_gives_nan_in_its_row_only(make, position, on_every_path):
+    layer, x = make(), _draw(B, T, D)
+    _, cache = layer(x, cache=layer.make_cache(B, T), positions=ops.arange(T))
+    expected = layer(x)
+
+    def run(x, positions):
+        return layer(x, cache=cache, positions=positions)[0]
+
+    paths = on_every_path(run, tf.constant(x[:, 2:3]), tf.constant([[position], [2]]))
+    for path, step in paths:
+        assert np.all(np.isnan(step[0])), path
+        # Slots behind the step are masked again, by the position alone.
+        np.testing.assert_allclose(step[1, 0], expected[1, 2], err_msg=path, **CLOSE)
+
+
+def test_the_cache_is_of_the_compute_type_and_is_not_changed_in_place():
+    layer = _attention(dtype="mixed_float16")
+    cache = layer.make_cache(B, T)
+    assert [tuple(part.shape) for part in cache] == [(B, H, T, K)] * 2
+    output, after = layer(_draw(B, 1, D), cache=cache, positions=ops.array([0]))
+    assert {part.dtype for part in (output, *cache, *after)} == {tf.float16}
+    assert not np.any(cache[0])
+    assert np.all(after[0][:, :, 0])
+
+
+@pytest.mark.parametrize("given", ["cache", "positions"])
+@pytest.mark.parametrize("make", LAYERS)
+def test_cache_and_positions_go_together(make, given):
+    layer = make()
+    arguments = {"cache": layer.make_cache(B, T), "positions": ops.arange(1)}
+    with pytest.raises(ValueError, match=f"Expected cache and positions together.*{given}=given"):
+        layer(_draw(B, 1, D), **{given: arguments[given]})
+
+
+@pytest.mark.parametrize(
+    "mask", [{"mask": np.ones((B, 1), bool)}, {"attention_mask": np.ones((1, 1), bool)}]
+)
+@pytest.mark.parametrize("make", LAYERS)
+def test_a_mask_together_with_a_cache_is_refused(make, mask):
+    layer = make()
+    with pytest.raises(ValueError, match=f"A cached step makes its mask.*{next(iter(mask))}=given"):
+        layer(_draw(B, 1, D), cache=layer.make_cache(B, T), positions=ops.arange(1), **mask)
+
+
+@pytest.mark.parametrize(
+    "shapes", [[(B, H, T, K)], [(B, H + 1, T, K)] * 2, [(B + 1, H, T, K)] * 2, [(B, T, H, K)] * 2]
+)
+def test_a_cache_of_another_shape_is_refused(shapes):
+    with pytest.raises(ValueError, match=r"The cache does not fit.*Received"):
+        _attention()(_draw(B, 1, D), cache=tuple(map(ops.zeros, shapes)), positions=ops.arange(1))
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        np.zeros((B, 2), int),
+        np.zeros((2,), int),
+        np.zeros((B, 1, 1), int),
+        np.zeros((B + 1, 1), int),
+        np.array(0),
+    ],
+)
+def test_positions_of_another_shape_are_refused(positions):
+    layer = _attention()
+    with pytest.raises(
+        ValueError, match=r"positions do not fit the inputs.*Expected shape \(T,\) or \(B, T\)"
+    ):
+        layer(_draw(B, 1, D), cache=layer.make_cache(B, T), positions=positions)
