@@ -2,6 +2,8 @@
 
 import tensorflow as tf
 
+from keras_tinyattn.training.optimizer import steps_taken
+
 
 class Checkpoints:
     """TensorFlow checkpoints of a model, its optimizer and its random states.
@@ -32,7 +34,7 @@ class Checkpoints:
         Returns:
             Its path prefix.
         """
-        return self._manager.save(checkpoint_number=int(self.optimizer.iterations))
+        return self._manager.save(checkpoint_number=steps_taken(self.optimizer))
 
     def restore(self):
         """Set every variable as the newest checkpoint has it.
@@ -44,4 +46,4 @@ class Checkpoints:
         if newest is None:
             return 0
         self._manager.checkpoint.restore(newest).assert_consumed()
-        return int(self.optimizer.iterations)
+        return steps_taken(self.optimizer)

@@ -2,6 +2,7 @@
 
 import tensorflow as tf
 
+from keras_tinyattn.training.optimizer import steps_taken
 from keras_tinyattn.training.step import make_train_step
 from keras_tinyattn.training.windows import training_batches
 
@@ -40,7 +41,7 @@ def train(model, optimizer, token_ids, steps, batch_size, sequence_length=None, 
     """
     length = model.sequence_length if sequence_length is None else sequence_length
     step = make_train_step(model, optimizer, clip_norm)
-    taken = int(optimizer.iterations)
+    taken = steps_taken(optimizer)
 
     def batches(input_context=None):
         return training_batches(token_ids, length, batch_size, seed, taken, input_context)

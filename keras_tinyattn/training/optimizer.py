@@ -1,6 +1,7 @@
 """The usual optimizer of language models."""
 
 import keras
+import tensorflow as tf
 
 
 def make_optimizer(
@@ -50,3 +51,8 @@ def make_optimizer(
         var_list=[variable for variable in model.trainable_variables if len(variable.shape) < 2]
     )
     return optimizer
+
+
+def steps_taken(optimizer):
+    """How many steps the optimizer has taken, as an integer; also where a strategy mirrors the count."""
+    return int(tf.convert_to_tensor(optimizer.iterations.value))

@@ -40,7 +40,11 @@ def make_train_step(model, optimizer, clip_norm=None):
         with tf.GradientTape() as tape:
             total, own_count = sum_of_losses(model(token_ids, training=True), targets, mask)
             loss = tf.math.divide_no_nan(total, own_count if count is None else count)
-        gradients = tape.gradient(loss, model.trainable_variables)
+        # The gradient of a table comes as the rows that were looked up: whole ones can be scaled and summed.
+        gradients = [
+            tf.convert_to_tensor(gradient)
+            for gradient in tape.gradient(loss, model.trainable_variables)
+        ]
         return loss, gradients if devices > 1 else clip(gradients)
 
     def clip(gradients):
