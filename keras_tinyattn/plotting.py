@@ -1,6 +1,6 @@
 """Attention as a picture: who looks at whom, and how much.
 
-Needs matplotlib (`pip install "keras-tinyattn[plot]"`), which is imported when a picture is drawn.
+Drawing needs matplotlib (`pip install "keras-tinyattn[plot]"`); importing this module does not.
 The functions return a matplotlib `Figure` that belongs to nobody else: nothing to close, no display
 needed, `figure.savefig("attention.png")` writes it.
 """
@@ -110,7 +110,13 @@ def plot_trace(trace, tokens, head=0, batch=0, title=None):
 
 def _panels(shape, rows, columns, title):
     """A figure with `rows` x `columns` axes, each large enough for a map of this shape (T, S)."""
-    from matplotlib.figure import Figure
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "A picture is drawn by matplotlib, which is not installed. "
+            'Install it with `pip install "keras-tinyattn[plot]"`.'
+        ) from error
 
     height, width = (min(max(1.6 + 0.62 * size, 2.6), 9.0) for size in shape)
     figure = Figure(

@@ -343,7 +343,7 @@ def tell_padding_and_saving(numbers, output):
         output,
         f"Largest weight on a padded position: {numbers['weight_on_padding']:g}. Largest difference "
         f"between the logits in the padded batch and without padding: "
-        f"{numbers['difference_without_padding']:.1g}.",
+        f"{numbers['difference_without_padding']:.2g}.",
     )
 
     section(output, "6. Save and load")
@@ -351,7 +351,7 @@ def tell_padding_and_saving(numbers, output):
     point(
         output,
         "model.save and keras.models.load_model: largest difference between the logits "
-        f"{difference:.1g}" + (", the same model." if difference == 0 else "."),
+        f"{difference:.2g}" + (", the same model." if difference == 0 else "."),
     )
 
     section(
