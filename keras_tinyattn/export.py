@@ -65,12 +65,7 @@ def export_saved_model(model, tokenizer, path):
     unfinished = pathlib.Path(tempfile.mkdtemp(prefix=".unfinished-", dir=base))
     try:
         module = _Exported(model, tokenizer)
-        tf.saved_model.save(
-            module,
-            str(unfinished),
-            signatures=module.signatures(),
-            options=tf.saved_model.SaveOptions(experimental_debug_stripper=True),
-        )
+        tf.saved_model.save(module, str(unfinished), signatures=module.signatures())
         unfinished.chmod(0o755)
         return _rename_to_next_version(unfinished, base)
     finally:

@@ -280,7 +280,7 @@ def _step(model, state, settings):
         settings.top_k,
         settings.top_p,
         settings.seed,
-        step=state.index,
+        position=state.position + 1,
     )
     logprobs = tf.gather(tf.nn.log_softmax(logits), token, batch_dims=1)
     active = ~state.done

@@ -4,7 +4,7 @@
     above 0:        argmax(logits / temperature + noise), noise of Gumbel's distribution,
 
 which draws a token with the probability softmax(logits / temperature). The noise comes from integers
-that depend on seed, step and token id alone, so a row draws the same whatever stands beside it,
+that depend on seed, position and token id alone, so a row draws the same whatever stands beside it,
 eagerly, in a graph, compiled by XLA, and in another process.
 
 Reference: Gumbel-max, in Maddison et al., "A* Sampling", 2014; nucleus (top-p) sampling, Holtzman et
@@ -17,7 +17,7 @@ import tensorflow as tf
 __all__ = ["filter_logits", "sample"]
 
 
-def sample(logits, temperature=0.0, top_k=0, top_p=1.0, seed=0, step=0):
+def sample(logits, temperature=0.0, top_k=0, top_p=1.0, seed=0, position=0):
     """Draw the next token id of each row.
 
     Args:
@@ -28,7 +28,8 @@ def sample(logits, temperature=0.0, top_k=0, top_p=1.0, seed=0, step=0):
         top_p: `(B,)` or a number in (0, 1]: only the fewest likeliest tokens that reach this share of
             the probability are drawn; 1 for all.
         seed: `(B,)` or any int32.
-        step: a scalar int32, which draw of the seed this is.
+        position: `(B,)` or an integer, where in its text the drawn token will stand: each position has
+            a draw of its own, so that a text that is continued later draws as if it never paused.
 
     Returns:
         `(B,)` int32 token ids.
@@ -44,10 +45,11 @@ def sample(logits, temperature=0.0, top_k=0, top_p=1.0, seed=0, step=0):
     top_k = tf.broadcast_to(tf.cast(top_k, tf.int32), rows)
     top_p = tf.broadcast_to(tf.cast(top_p, tf.float32), rows)
     seed = tf.broadcast_to(tf.cast(seed, tf.int32), rows)
+    position = tf.broadcast_to(tf.cast(position, tf.int32), rows)
 
     def draw():
         scaled = _scale(logits, temperature)
-        noise = _gumbel_noise(seed, step, tf.shape(logits)[1])
+        noise = _gumbel_noise(seed, position, tf.shape(logits)[1])
 
         def draw_filtered():
             return _argmax(filter_logits(scaled, top_k, top_p) + noise)
@@ -106,13 +108,13 @@ def _argmax(logits):
     return tf.argmax(logits, axis=-1, output_type=tf.int32)
 
 
-def _gumbel_noise(seed, step, size):
+def _gumbel_noise(seed, position, size):
     """(B, V) float32 from integer arithmetic, which every compiler does alike.
 
     TensorFlow's own stateless generators draw other floats under XLA than outside it.
     """
     row = tf.bitcast(seed, tf.uint32) + np.uint32(0x9E3779B9)
-    row = _mix(_mix(row) + tf.cast(step, tf.uint32) * np.uint32(0x85EBCA6B))
+    row = _mix(_mix(row) + tf.bitcast(position, tf.uint32) * np.uint32(0x85EBCA6B))
     token = tf.cast(tf.range(size), tf.uint32)
     bits = _mix(row[:, None] ^ _mix(token)[None, :])
     # The 23 upper bits, moved to the middle of their interval: exact in float32, never 0, never 1.
