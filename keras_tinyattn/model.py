@@ -229,4 +229,4 @@ def gpt(
 
 def _width_after(layer, shape):
     """The width of what a layer gives for inputs of this shape."""
-    return layer.compute_output_spec(keras.KerasTensor(shape)).shape[-1]
+    return layer.compute_output_spec(keras.KerasTensor(shape, layer.compute_dtype)).shape[-1]

@@ -1,5 +1,8 @@
 """What a run needs to go on after it was stopped, on disk."""
 
+import pathlib
+import re
+
 import tensorflow as tf
 
 from keras_tinyattn.training.optimizer import steps_taken
@@ -8,8 +11,8 @@ from keras_tinyattn.training.optimizer import steps_taken
 class Checkpoints:
     """TensorFlow checkpoints of a model, its optimizer and its random states.
 
-    A checkpoint is written beside the others and named as the newest when it is whole: a kill or a
-    full disk leaves the one before it.
+    A checkpoint is written under another name and renamed when it is whole: a kill or a full disk
+    leaves the one before it as the newest.
 
     Args:
         directory: where they stand.
@@ -19,14 +22,14 @@ class Checkpoints:
     """
 
     def __init__(self, directory, model, optimizer, keep=2):
-        self.directory = str(directory)
+        self.directory = pathlib.Path(directory)
         self.optimizer = optimizer
         # Every variable by its place: Keras' own objects leave the states of dropout out.
-        checkpoint = tf.train.Checkpoint(
+        self._checkpoint = tf.train.Checkpoint(
             model=[variable.value for variable in model.variables],
             optimizer=[variable.value for variable in optimizer.variables],
         )
-        self._manager = tf.train.CheckpointManager(checkpoint, self.directory, max_to_keep=keep)
+        self._manager = tf.train.CheckpointManager(self._checkpoint, str(directory), max_to_keep=keep)
 
     def save(self):
         """Write a checkpoint, named after the number of steps taken.
@@ -37,13 +40,49 @@ class Checkpoints:
         return self._manager.save(checkpoint_number=steps_taken(self.optimizer))
 
     def restore(self):
-        """Set every variable as the newest checkpoint has it.
+        """Set every variable as the newest whole checkpoint has it.
 
         Returns:
-            The number of steps that it had taken, or 0 if there is none.
+            The number of steps that it had taken, or 0 if there is no checkpoint.
+
+        Raises:
+            ValueError: if it is of a model or optimizer of other sizes, or none that is there can be
+                read.
         """
-        newest = self._manager.latest_checkpoint
-        if newest is None:
-            return 0
-        self._manager.checkpoint.restore(newest).assert_consumed()
-        return steps_taken(self.optimizer)
+        prefixes = sorted(
+            (path.with_suffix("") for path in self.directory.glob("ckpt-*.index")),
+            key=lambda prefix: int(re.search(r"\d+$", prefix.name).group()),
+            reverse=True,
+        )
+        for prefix in prefixes:
+            try:
+                self._check_sizes(prefix)
+                self._checkpoint.restore(str(prefix)).assert_consumed()
+            except (tf.errors.OpError, IndexError):
+                continue  # Damaged after it was written: the one before it is whole.
+            return steps_taken(self.optimizer)
+        if prefixes:
+            raise ValueError(
+                f"No checkpoint in {self.directory} can be read. Expected a whole one. "
+                f"Received: {len(prefixes)} damaged. Start again in another directory."
+            )
+        return 0
+
+    def _check_sizes(self, prefix):
+        found = {
+            name.removesuffix("/.ATTRIBUTES/VARIABLE_VALUE"): tuple(shape)
+            for name, shape in tf.train.list_variables(str(prefix))
+            if name.startswith(("model/", "optimizer/"))
+        }
+        expected = {
+            f"{part}/{index}": tuple(variable.shape)
+            for part in ("model", "optimizer")
+            for index, variable in enumerate(getattr(self._checkpoint, part))
+        }
+        if found != expected:
+            different = sorted(set(found.items()) ^ set(expected.items()))[0][0]
+            raise ValueError(
+                f"{prefix} was made by a model or optimizer of other sizes. Expected for its variable "
+                f"{different}: {expected.get(different, 'nothing')}. "
+                f"Received: {found.get(different, 'nothing')}. Build both with the sizes of that run."
+            )

@@ -29,10 +29,14 @@ def sum_of_losses(logits, targets, mask=None):
     """The numerator and denominator of `next_token_loss`, which add up over batches and devices."""
     logits = tf.convert_to_tensor(logits)
     logits = tf.cast(logits, tf.float64 if logits.dtype == tf.float64 else tf.float32)
-    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=targets, logits=logits)
     if mask is None:
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=targets, logits=logits)
         return tf.reduce_sum(losses), tf.cast(tf.size(losses), losses.dtype)
     mask = tf.cast(mask, tf.bool)
-    # A select, not a product: a target that does not count may have no finite loss.
-    losses = tf.where(mask, losses, tf.zeros_like(losses))
-    return tf.reduce_sum(losses), tf.reduce_sum(tf.cast(mask, losses.dtype))
+    # Before the loss, not after it: neither the value nor the gradient of a target that does not count
+    # need be finite, and 0 * NaN is NaN.
+    logits = tf.where(mask[..., None], logits, tf.zeros_like(logits))
+    targets = tf.where(mask, targets, tf.zeros_like(targets))
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=targets, logits=logits)
+    real = tf.cast(mask, losses.dtype)
+    return tf.reduce_sum(losses * real), tf.reduce_sum(real)

@@ -54,5 +54,5 @@ def make_optimizer(
 
 
 def steps_taken(optimizer):
-    """How many steps the optimizer has taken, as an integer; also where a strategy mirrors the count."""
+    """How many steps the optimizer has taken, as an integer, also where a strategy mirrors them."""
     return int(tf.convert_to_tensor(optimizer.iterations.value))

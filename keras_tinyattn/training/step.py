@@ -40,7 +40,7 @@ def make_train_step(model, optimizer, clip_norm=None):
         with tf.GradientTape() as tape:
             total, own_count = sum_of_losses(model(token_ids, training=True), targets, mask)
             loss = tf.math.divide_no_nan(total, own_count if count is None else count)
-        # The gradient of a table comes as the rows that were looked up: whole ones can be scaled and summed.
+        # The gradient of a table comes as the rows that were looked up; as a whole it can be summed.
         gradients = [
             tf.convert_to_tensor(gradient)
             for gradient in tape.gradient(loss, model.trainable_variables)
