@@ -14,7 +14,7 @@ from keras_tinyattn.model import *  # noqa: F403
 from keras_tinyattn.model import __all__ as _model
 from keras_tinyattn.version import __version__
 
-# These need TensorFlow and come when they are first asked for, so that all above runs on Keras' other
+# These come when they are first asked for: most need TensorFlow, and all above runs on Keras' other
 # backends without it.
 _ON_DEMAND = {
     "tokenizer": ("ByteTokenizer", "CharTokenizer", "WordTokenizer", "load_tokenizer"),
@@ -32,6 +32,7 @@ _ON_DEMAND = {
     "sampling": ("filter_logits", "sample"),
     "generation": ("Generation", "generate", "stream"),
     "export": ("LoadedModel", "export_saved_model", "load_saved_model"),
+    "plotting": ("plot_attention", "plot_trace"),
 }
 
 __all__ = ["__version__", "functional", *_layers, *_model, *_gpt2]

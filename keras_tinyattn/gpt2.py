@@ -198,7 +198,7 @@ def _read(path):
     """The tensors of a file by name."""
     if path.suffix == ".npz":
         try:
-            with np.load(path, allow_pickle=False) as arrays:
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
                 return dict(arrays)
         except OSError:
             raise

@@ -8,14 +8,6 @@ import pytest
 import tensorflow as tf
 
 
-def pytest_configure(config):
-    # Keras 3.15 saves a variable through an `__array__` without the `copy` argument of NumPy 2.
-    config.addinivalue_line(
-        "filterwarnings",
-        "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning:keras",
-    )
-
-
 @pytest.fixture(autouse=True)
 def _same_numbers_in_every_run():
     keras.utils.set_random_seed(1)

@@ -305,6 +305,18 @@ def test_a_nan_at_a_key_masked_for_every_query_reaches_no_other_position(cls, pa
             np.testing.assert_allclose(result, theirs, rtol=1e-4, atol=1e-4, err_msg=path)
 
 
+@pytest.mark.parametrize("blockwise", [False, True])
+@pytest.mark.parametrize("cls", LAYERS)
+def test_a_batch_row_of_padding_only_gives_zeros_and_finite_gradients(cls, blockwise):
+    layer, x = _layer(cls, blockwise=blockwise), _draw(B, T, D)
+    mask = np.array([[False] * T, [True] * T])
+    output = layer(x, mask=mask)
+    assert not np.any(output[0])
+    np.testing.assert_allclose(output[1], layer(x)[1], **CLOSE)
+    for gradient in _gradients(layer, lambda layer: ops.sum(ops.square(layer(x, mask=mask)))).values():
+        assert np.all(np.isfinite(gradient))
+
+
 def test_a_nan_that_somebody_may_look_at_is_not_hidden():
     x = _draw(B, T, D)
     x[0, 3] = np.nan

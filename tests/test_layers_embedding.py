@@ -111,6 +111,12 @@ def test_a_window_whose_length_is_known_at_run_time_only_gives_nan_behind_the_ta
     np.testing.assert_array_equal(np.isnan(vectors)[0, :, 0], [False] * T + [True] * 2)
 
 
+@pytest.mark.parametrize("shape", [(), (2,), (1, 3), (3, 3), (2, 1), (2, 3, 1)])
+def test_positions_of_another_shape_are_refused(shape):
+    with pytest.raises(ValueError, match=r"Expected shape \(T,\) or \(B, T\), here \(3,\) or \(2, 3\)"):
+        _layer()(np.zeros((2, 3), int), positions=np.zeros(shape, int))
+
+
 @pytest.mark.parametrize("shape", [(3,), (2, 3, 4), ()])
 def test_ids_of_another_rank_are_refused(shape):
     with pytest.raises(ValueError, match=r"Expected shape \(B, T\). Received: shape"):

@@ -68,6 +68,11 @@ def test_logits_are_float32_or_float64(policy, expected, tied):
     assert layer(np.ones((B, T, D))).dtype == expected
 
 
+def test_the_bias_is_not_rounded_to_half_precision():
+    layer = VocabProjection(V, use_bias=True, bias_initializer="normal", dtype="mixed_float16")
+    np.testing.assert_array_equal(layer(np.zeros((1, 1, D)))[0, 0], layer.bias)
+
+
 def test_the_mask_is_passed_on():
     x = keras.layers.Embedding(V, D, mask_zero=True)(IDS)
     np.testing.assert_array_equal(VocabProjection(V)(x)._keras_mask, IDS != 0)

@@ -35,3 +35,20 @@ def check_rate(dropout):
             f"Received: dropout={dropout}. Use 0 for no dropout."
         )
     return float(dropout)
+
+
+def fits(shape, expected):
+    """Whether a shape may be the expected one, where None is a size known only at run time."""
+    return len(shape) == len(expected) and all(
+        size is None or wanted is None or size == wanted
+        for size, wanted in zip(shape, expected, strict=True)
+    )
+
+
+def check_positions(shape, batch_size, length):
+    if not (fits(shape, (length,)) or fits(shape, (batch_size, length))):
+        raise ValueError(
+            "The positions do not fit the inputs. Expected shape (T,) or (B, T), "
+            f"here {(length,)} or {(batch_size, length)}. Received: shape {tuple(shape)}. "
+            "Give each token its absolute position."
+        )

@@ -4,6 +4,7 @@ import keras
 from keras import ops
 
 from keras_tinyattn import functional
+from keras_tinyattn.layers._arguments import check_positions, fits
 from keras_tinyattn.layers._masks import implicit_mask
 from keras_tinyattn.layers.attention import ScaledSelfAttention
 
@@ -80,8 +81,7 @@ class CausalSelfAttention(ScaledSelfAttention):
         poison = ops.where(ops.equal(slots, positions), 0.0, float("nan"))[..., None]
         slots = ops.cast(slots, "int32")
         queries, new_keys, new_values = self._project(inputs + ops.cast(poison, inputs.dtype))
-        keys = _write(keys, slots, new_keys)
-        values = _write(values, slots, new_values)
+        keys, values = _write((keys, values), slots, (new_keys, new_values))
         causal = functional.causal_mask(slots, ops.arange(ops.shape(keys)[2]))
         causal = causal[:, None] if len(causal.shape) == 3 else causal
         weights, attended = self._attend(
@@ -100,40 +100,32 @@ class CausalSelfAttention(ScaledSelfAttention):
         B, T, _ = inputs.shape
         shapes = [tuple(part.shape) for part in cache]
         expected = (B, self.num_heads, shapes[0][2] if len(shapes[0]) == 4 else None, self.head_dim)
-        if len(shapes) != 2 or not all(_fits(shape, expected) for shape in shapes):
+        if len(shapes) != 2 or not all(fits(shape, expected) for shape in shapes):
             raise ValueError(
                 "The cache does not fit the layer and its inputs. Expected a pair of shape "
                 f"(B, H, S, K), here {expected}. Received: {len(shapes)} of shape {shapes}. "
                 "Make it with make_cache(batch_size, length)."
             )
-        if not (_fits(positions.shape, (T,)) or _fits(positions.shape, (B, T))):
-            raise ValueError(
-                "The positions do not fit the inputs. Expected shape (T,) or (B, T), "
-                f"here {(T,)} or {(B, T)}. Received: shape {tuple(positions.shape)}. "
-                "Give each token of the step its absolute position."
-            )
+        check_positions(positions.shape, B, T)
 
 
-def _fits(shape, expected):
-    """Whether a shape may be the expected one, where None is a size known only at run time."""
-    return len(shape) == len(expected) and all(
-        size is None or wanted is None or size == wanted
-        for size, wanted in zip(shape, expected, strict=True)
-    )
-
-
-def _write(cache, slots, update):
-    """Put `update` (B, H, T, K) into `cache` (B, H, S, K), each row at its own slots (T,) or (B, T)."""
-    batch, num_heads, length, head_dim = ops.shape(cache)
-    tokens = ops.shape(update)[2]
+def _write(caches, slots, updates):
+    """Put updates (B, H, T, K) into caches (B, H, S, K), each row at its own slots (T,) or (B, T)."""
+    batch, num_heads, length, head_dim = ops.shape(caches[0])
     lines = ops.reshape(ops.arange(batch * num_heads) * length, (batch, num_heads, 1))
     lines = lines + (slots if len(slots.shape) == 1 else slots[:, None])
-    written = ops.scatter_update(
-        ops.reshape(cache, (batch * num_heads * length, head_dim)),
-        ops.reshape(lines, (batch * num_heads * tokens, 1)),
-        ops.reshape(ops.cast(update, cache.dtype), (batch * num_heads * tokens, head_dim)),
+    lines = ops.reshape(lines, (-1, 1))
+    return tuple(
+        ops.reshape(
+            ops.scatter_update(
+                ops.reshape(cache, (-1, head_dim)),
+                lines,
+                ops.reshape(ops.cast(update, cache.dtype), (-1, head_dim)),
+            ),
+            (batch, num_heads, length, head_dim),
+        )
+        for cache, update in zip(caches, updates, strict=True)
     )
-    return ops.reshape(written, (batch, num_heads, length, head_dim))
 
 
 def _check_cache(cache, positions):

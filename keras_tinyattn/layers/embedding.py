@@ -3,7 +3,7 @@
 import keras
 from keras import backend, constraints, initializers, ops, regularizers
 
-from keras_tinyattn.layers._arguments import check_size, own_draw
+from keras_tinyattn.layers._arguments import check_positions, check_size, own_draw
 
 __all__ = ["TokenAndPositionEmbedding"]
 
@@ -32,7 +32,8 @@ class TokenAndPositionEmbedding(keras.layers.Layer):
         path alike: nothing is clamped or wrapped, and a compiled function cannot raise.
 
     Raises:
-        ValueError: if a size is below 1, the ids are not of rank 2, or T exceeds `sequence_length`.
+        ValueError: if a size is below 1, the ids are not of rank 2, the positions are of another
+            shape, or T exceeds `sequence_length`.
 
     Example:
 
@@ -85,8 +86,11 @@ class TokenAndPositionEmbedding(keras.layers.Layer):
                 f"Expected shape (B, T). Received: shape {tuple(token_ids.shape)}. "
                 "Put a batch axis of size 1 before a single window."
             )
-        length = token_ids.shape[1]
-        if positions is None:
+        batch_size, length = token_ids.shape
+        if positions is not None:
+            positions = ops.convert_to_tensor(positions)
+            check_positions(positions.shape, batch_size, length)
+        else:
             if length is not None and length > self.sequence_length:
                 raise ValueError(
                     "The window does not fit the position table. "

@@ -107,6 +107,8 @@ class VocabProjection(keras.layers.Layer):
                 initializer=self.bias_initializer,
                 regularizer=self.bias_regularizer,
                 constraint=self.bias_constraint,
+                # Added to logits in float32, so it is not rounded to half precision before.
+                autocast=False,
             )
 
     def call(self, inputs):
