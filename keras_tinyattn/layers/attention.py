@@ -251,10 +251,12 @@ class ScaledSelfAttention(keras.layers.Layer):
 
     def _project(self, inputs):
         """(B, T, D) -> three of (B, H, T, K)."""
-        batch, length = ops.shape(inputs)[:2]
+        batch, length, width = ops.shape(inputs)
+        # As one matrix: a product of three axes costs a plain graph a dozen operations on shapes.
+        tokens = ops.reshape(inputs, (-1, width))
 
         def heads(kernel, bias):
-            projected = self._linear(inputs, kernel, bias)
+            projected = self._linear(tokens, kernel, bias)
             projected = ops.reshape(projected, (batch, length, self.num_heads, self.head_dim))
             return ops.transpose(projected, (0, 2, 1, 3))
 
@@ -278,11 +280,13 @@ class ScaledSelfAttention(keras.layers.Layer):
     def _output(self, attended):
         """(B, H, T, K) -> (B, T, H * K), projected if there is a projection."""
         batch, _, length, _ = ops.shape(attended)
-        joined = ops.transpose(attended, (0, 2, 1, 3))
-        joined = ops.reshape(joined, (batch, length, self.num_heads * self.head_dim))
-        if self.output_dim is None:
-            return joined
-        return self._linear(joined, self.output_kernel, self.output_bias)
+        width = self.num_heads * self.head_dim
+        output = ops.transpose(attended, (0, 2, 1, 3))
+        if self.output_dim is not None:
+            output = ops.reshape(output, (-1, width))
+            output = self._linear(output, self.output_kernel, self.output_bias)
+            width = self.output_dim
+        return ops.reshape(output, (batch, length, width))
 
     def _linear(self, x, kernel, bias):
         # Cast here, so that a trace, which runs outside `__call__`, computes in the same type.

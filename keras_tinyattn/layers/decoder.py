@@ -1,7 +1,7 @@
 """Attention and a perceptron on one residual stream."""
 
 import keras
-from keras import initializers
+from keras import initializers, ops
 
 from keras_tinyattn.layers._arguments import check_rate, check_size, own_draw
 from keras_tinyattn.layers._masks import implicit_mask, join_masks
@@ -132,9 +132,9 @@ class DecoderBlock(keras.layers.Layer):
             )
         self.attention_norm.build(input_shape)
         self.attention.build(input_shape)
-        self.mlp_norm.build(input_shape)
-        self.mlp_expand.build(input_shape)
-        self.mlp_contract.build((*input_shape[:-1], self.intermediate_dim))
+        self.mlp_norm.build((None, self.hidden_dim))
+        self.mlp_expand.build((None, self.hidden_dim))
+        self.mlp_contract.build((None, self.intermediate_dim))
 
     def call(
         self,
@@ -163,8 +163,10 @@ class DecoderBlock(keras.layers.Layer):
         if cache is not None or return_attention_scores:
             attended, *extras = attended
         x = inputs + self.residual_dropout(attended, training=training)
-        expanded = self.mlp_expand(self.mlp_norm(x))
-        x = x + self.residual_dropout(self.mlp_contract(expanded), training=training)
+        # The perceptron knows no positions: all tokens as one matrix.
+        expanded = self.mlp_expand(self.mlp_norm(ops.reshape(x, (-1, self.hidden_dim))))
+        added = ops.reshape(self.mlp_contract(expanded), ops.shape(x))
+        x = x + self.residual_dropout(added, training=training)
         return (x, *extras) if extras else x
 
     def make_cache(self, batch_size, length):
