@@ -376,6 +376,22 @@ def test_masking_before_and_recurrence_after_work_in_a_functional_model():
     assert not np.any(weights[0, 0, :, 3:])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16"])
+def test_the_implicit_mask_reaches_a_layer_with_several_inputs_in_a_functional_model(dtype):
+    ids, allowed = keras.Input((T,), dtype="int32"), keras.Input((T, T), dtype="bool")
+    x = keras.layers.Embedding(11, D, mask_zero=True, dtype=dtype)(ids)
+    layer = CausalSelfAttention(K, dtype=dtype)
+    output, weights = layer(x, attention_mask=allowed, return_attention_scores=True)
+    model = keras.Model([ids, allowed], [keras.layers.GlobalAveragePooling1D()(output), weights])
+    data = [np.array([[3, 1, 4, 0, 0], [2, 7, 1, 8, 2]]), np.ones((B, T, T), bool)]
+    for pooled, weights in (model(data), model.predict(data, verbose=0)):
+        weights = ops.cast(weights, "float32")
+        assert not np.any(weights[0, 0, 3:])
+        assert not np.any(weights[0, 0, :, 3:])
+        alone = model([np.array([[3, 1, 4, 0, 0]]), data[1][:1]])[0]
+        np.testing.assert_array_equal(ops.cast(pooled, "float32")[0], ops.cast(alone, "float32")[0])
+
+
 # Precision.
 
 
@@ -508,6 +524,18 @@ def test_blockwise_layer_equals_the_dense_one(cls, masked, dtype, monkeypatch):
     expected = _gradients(dense, loss).values()
     for ours, theirs in zip(_gradients(blockwise, loss).values(), expected, strict=True):
         np.testing.assert_allclose(ours, theirs, **close)
+
+
+def test_blockwise_takes_lengths_that_are_known_only_at_run_time():
+    inputs = keras.Input((None, D))
+    layer = CausalSelfAttention(K, H, blockwise=True)
+    model = keras.Model(inputs, layer(inputs))
+    assert model.output_shape == (None, None, H * K)
+    x = _draw(3, 300, D)
+    dense = _twin(layer, blockwise=False)
+    for length in (1, 256, 300):
+        expected = dense(x[:, :length])
+        np.testing.assert_allclose(model.predict(x[:, :length], verbose=0), expected, **CLOSE)
 
 
 @pytest.mark.parametrize(
