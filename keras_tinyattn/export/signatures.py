@@ -1,24 +1,15 @@
-"""A model and its tokenizer to a SavedModel that generates text on any TensorFlow server, and back.
+"""The signatures of an export: text in, text out, everything between in the graph.
 
-    path/VERSION/      what TensorFlow Serving loads: a folder named by an integer
-        saved_model.pb, variables/, ...
-
-Everything is in the graph: text to ids, the loop, sampling, ids to text. No signature but
-`generate_xla` holds an XLA operation, and none a custom one.
+Every input and output is batch-major, settings too, so that a server can put requests with unlike
+settings into one batch. Every input is required. No output shares a name with an input.
 """
 
-import os
-import pathlib
-import shutil
-import tempfile
 import types
 
 import tensorflow as tf
 
-from keras_tinyattn import generation
-from keras_tinyattn._boundary import require, value_errors
-
-__all__ = ["LoadedModel", "export_saved_model", "load_saved_model"]
+from keras_tinyattn import generation, sampling
+from keras_tinyattn._boundary import require
 
 MAX_ATTENTION_TOKENS = 256
 
@@ -36,126 +27,7 @@ _SETTINGS = {
 }
 
 
-def export_saved_model(model, tokenizer, path):
-    """Write `path/VERSION/`, where VERSION is the next free integer.
-
-    The export is written beside and renamed: a server that watches `path` sees a whole version or none,
-    and a version that exists is never touched.
-
-    Args:
-        model: a built `CausalLM`.
-        tokenizer: the tokenizer of its ids, with the same vocabulary size.
-        path: the base folder; made unless it exists.
-
-    Returns:
-        The folder of the version, a `pathlib.Path`.
-
-    Raises:
-        ValueError: if model and tokenizer disagree about the size of the vocabulary.
-        OSError: if the folder cannot be written.
-    """
-    if tokenizer.vocabulary_size != model.vocabulary_size:
-        raise ValueError(
-            "The tokenizer writes ids that the model reads. Expected one vocabulary size. Received: "
-            f"{tokenizer.vocabulary_size} in the tokenizer, {model.vocabulary_size} in the model. "
-            "Export the model with the tokenizer that it was trained with."
-        )
-    base = pathlib.Path(path)
-    base.mkdir(parents=True, exist_ok=True)
-    unfinished = pathlib.Path(tempfile.mkdtemp(prefix=".unfinished-", dir=base))
-    try:
-        module = _Exported(model, tokenizer)
-        tf.saved_model.save(module, str(unfinished), signatures=module.signatures())
-        unfinished.chmod(0o755)
-        return _rename_to_next_version(unfinished, base)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def load_saved_model(path):
-    """Load an export: the base folder (its newest version) or the folder of a version.
-
-    Returns:
-        A `LoadedModel`.
-
-    Raises:
-        ValueError: if the folder holds no export of this package.
-    """
-    return LoadedModel(path)
-
-
-class LoadedModel:
-    """An export, loaded: one method a signature, with Python values in and NumPy arrays out.
-
-    Attributes:
-        path: the folder of the version.
-        signatures: the signatures themselves, by name.
-    """
-
-    def __init__(self, path):
-        self.path = _version_folder(path)
-        # Held for life: the signatures alone would not keep the variables.
-        self._loaded = tf.saved_model.load(str(self.path))
-        self.signatures = dict(self._loaded.signatures)
-        if "generate" not in self.signatures:
-            raise ValueError(_NO_EXPORT.format(path=path))
-
-    def generate(
-        self,
-        prompts,
-        max_new_tokens,
-        temperature=0.0,
-        top_k=0,
-        top_p=1.0,
-        seed=0,
-        stop="",
-        jit_compile=False,
-    ):
-        """Continue texts.
-
-        Args:
-            prompts: a string, or a list of strings.
-            max_new_tokens, temperature, top_k, top_p, seed, stop: one for all or one a prompt, as the
-                signature `generate` takes them.
-            jit_compile: whether to call `generate_xla` instead.
-
-        Returns:
-            A dictionary of the outputs of the signature, NumPy arrays of batch size B, 1 for a string.
-
-        Raises:
-            ValueError: if a prompt or a setting is refused.
-        """
-        texts = tf.constant([prompts] if isinstance(prompts, str) else list(prompts), tf.string)
-
-        def row(value, dtype):
-            return tf.broadcast_to(tf.constant(value, dtype), tf.shape(texts))
-
-        return self._call(
-            "generate_xla" if jit_compile else "generate",
-            prompt=texts,
-            max_new_tokens=row(max_new_tokens, tf.int32),
-            temperature=row(temperature, tf.float32),
-            top_k=row(top_k, tf.int32),
-            top_p=row(top_p, tf.float32),
-            seed=row(seed, tf.int32),
-            stop=row(stop, tf.string),
-        )
-
-    def score(self, texts):
-        """Log-probabilities and loss of texts: the signature `score`."""
-        return self._call("score", text=tf.constant([texts] if isinstance(texts, str) else texts))
-
-    def attention(self, texts):
-        """The weights of each layer and head for texts: the signature `attention`."""
-        return self._call("attention", text=tf.constant([texts] if isinstance(texts, str) else texts))
-
-    def _call(self, signature, **inputs):
-        with value_errors():
-            outputs = self.signatures[signature](**inputs)
-        return {name: value.numpy() for name, value in outputs.items()}
-
-
-class _Exported(tf.Module):
+class Signatures(tf.Module):
     """The signatures of an export, and the variables and tables they need."""
 
     def __init__(self, model, tokenizer):
@@ -178,14 +50,15 @@ class _Exported(tf.Module):
             ),
         )
 
-    def signatures(self):
+    def trace(self):
+        """The signatures as concrete functions, by name."""
         strings, ids, ints = _STRINGS, _IDS, _INTS
         text_settings = {"prompt": strings, **_SETTINGS, "stop": strings}
         id_settings = {"prompt_ids": ids, "prompt_length": ints, **_SETTINGS, "stop_id": ints}
         cache_specs = {}
         for index, (keys, values) in enumerate(self._model().make_cache(1)):
-            cache_specs[f"keys_{index}"] = tf.TensorSpec((None, *keys.shape[1:]), keys.dtype)
-            cache_specs[f"values_{index}"] = tf.TensorSpec((None, *values.shape[1:]), values.dtype)
+            cache_specs[f"keys_{index}"] = tf.TensorSpec((None, *keys.shape[1:]), _wire(keys))
+            cache_specs[f"values_{index}"] = tf.TensorSpec((None, *values.shape[1:]), _wire(values))
         specs = {
             "serving_default": (self.greedy, {"prompt": strings}),
             "generate": (self.generate, text_settings),
@@ -195,6 +68,10 @@ class _Exported(tf.Module):
             "attention": (self.attention, {"text": strings}),
             "prefill": (self.prefill, {"prompt_ids": ids, "prompt_length": ints}),
             "step": (self.step, {"token_id": ints, "position": ints, **cache_specs}),
+            "sample": (
+                self.sample,
+                {"logits": _FLOAT_ROWS, "position": ints, **dict(list(_SETTINGS.items())[1:])},
+            ),
         }
         return {
             name: tf.function(method, autograph=False).get_concrete_function(
@@ -328,7 +205,6 @@ class _Exported(tf.Module):
     def step(self, token_id, position, **cache):
         """The logits that follow one more token of each row, and the cache with it."""
         model = self._model()
-        layers = range(len(cache) // 2)
         with tf.control_dependencies(
             _require_one_batch(token_id=token_id, position=position, **cache)
             + require(
@@ -344,9 +220,28 @@ class _Exported(tf.Module):
         logits, cache = generation.advance_function(model)(
             token_id,
             position[:, None],
-            tuple((cache[f"keys_{i}"], cache[f"values_{i}"]) for i in layers),
+            tuple(
+                (
+                    tf.cast(cache[f"keys_{index}"], keys.dtype),
+                    tf.cast(cache[f"values_{index}"], values.dtype),
+                )
+                for index, (keys, values) in enumerate(model.make_cache(1, 1))
+            ),
         )
         return {"logits": logits[:, 0], **_cache_outputs(cache)}
+
+    def sample(self, logits, position, **settings):
+        """The next token of each row, for whoever walks with `prefill` and `step`."""
+        rows = tf.shape(logits)[0]
+        with tf.control_dependencies(_require_one_batch(logits=logits, position=position, **settings)):
+            checked = _no_settings(tf.zeros((rows,), tf.int32))._replace(**settings)
+        one_id = tf.zeros((rows, 1), tf.int32)
+        one_id = generation.check_function(self._model())(one_id, one_id[:, 0] + 1, checked)
+        with tf.control_dependencies([one_id]):
+            logits = tf.identity(logits)
+        token_id = sampling.sample(logits, **settings, position=position)
+        logprob = tf.gather(tf.nn.log_softmax(logits), token_id, batch_dims=1)
+        return {"token_id": token_id, "logprob": logprob}
 
     def _continue(self, prompt_ids, prompt_length, settings, stop_ids, jit_compile):
         settings = generation.Settings(**settings, stop=stop_ids)
@@ -407,8 +302,14 @@ def _no_settings(like):
 def _cache_outputs(cache):
     outputs = {}
     for index, (keys, values) in enumerate(cache):
-        outputs |= {f"new_keys_{index}": keys, f"new_values_{index}": values}
+        outputs[f"new_keys_{index}"] = tf.cast(keys, _wire(keys))
+        outputs[f"new_values_{index}"] = tf.cast(values, _wire(values))
     return outputs
+
+
+def _wire(x):
+    """The type in which a cache travels: JSON knows no half precision."""
+    return tf.float32 if x.dtype in (tf.bfloat16, tf.float16) else x.dtype
 
 
 def _valid_utf8(texts):
@@ -427,42 +328,3 @@ def _require_one_batch(**inputs):
             ".",
         )
     return checks
-
-
-_NO_EXPORT = (
-    "There is no export to load. Expected a folder that export_saved_model wrote, or a version in it. "
-    "Received: {path}. Export a model first, or name another folder."
-)
-
-
-def _version_folder(path):
-    """The version folder that a path means: itself, or the newest version in it."""
-    path = pathlib.Path(path)
-    if (path / "saved_model.pb").is_file():
-        return path
-    versions = _versions(path)
-    if not versions or not (path / str(versions[-1]) / "saved_model.pb").is_file():
-        raise ValueError(_NO_EXPORT.format(path=path))
-    return path / str(versions[-1])
-
-
-def _versions(base):
-    """The version numbers in a base folder, ascending."""
-    if not base.is_dir():
-        return []
-    return sorted(int(entry.name) for entry in base.iterdir() if entry.name.isdecimal())
-
-
-def _rename_to_next_version(unfinished, base):
-    while True:
-        version = base / str(max(_versions(base), default=0) + 1)
-        try:
-            # Fails if another export took the number meanwhile, since that folder is not empty.
-            os.rename(unfinished, version)
-        except FileExistsError:
-            continue
-        except OSError:
-            if version.exists():
-                continue
-            raise
-        return version

@@ -1,0 +1,165 @@
+"""What an export says of itself: a model card with answers to check it by, and warm-up requests.
+
+VERSION/model_card.json                            sizes, versions, file hashes, recorded answers
+VERSION/assets.extra/tf_serving_warmup_requests    what TensorFlow Serving runs before it serves
+"""
+
+import hashlib
+import json
+import platform
+import time
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_tinyattn.version import __version__
+
+CARD = "model_card.json"
+WARMUP = "assets.extra/tf_serving_warmup_requests"
+
+
+def write(folder, model, tokenizer, signatures, about):
+    """Write the card and the warm-up requests into the folder of a version.
+
+    Args:
+        folder: where the SavedModel was written.
+        model: the `CausalLM`.
+        tokenizer: its tokenizer.
+        signatures: the concrete functions of the export, by name.
+        about: what only the caller knows, a dictionary for JSON: the data, the loss, a licence.
+    """
+    requests = _example_requests(model, tokenizer)
+    answers = [
+        {
+            "signature": name,
+            "inputs": _to_json(inputs),
+            "outputs": _to_json(
+                signatures[name](**{key: tf.constant(value) for key, value in inputs.items()})
+            ),
+        }
+        for name, inputs in requests
+    ]
+    _write_warmup(folder, requests)
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    content = {
+        "about": about,
+        "model": {
+            "name": model.name,
+            "layers": [type(block).__name__ for block in model.blocks],
+            "parameters": model.count_params(),
+            "vocabulary_size": model.vocabulary_size,
+            "sequence_length": model.sequence_length,
+            "hidden_dim": model.embedding.hidden_dim,
+            "dtype_policy": model.dtype_policy.name,
+        },
+        "tokenizer": {"class": type(tokenizer).__name__, **tokenizer.get_config()},
+        "versions": {
+            "keras_tinyattn": __version__,
+            "tensorflow": tf.__version__,
+            "keras": keras.__version__,
+            "python": platform.python_version(),
+        },
+        "exported_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "sha256": {
+            path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in files
+        },
+        "answers": answers,
+    }
+    (folder / CARD).write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _example_requests(model, tokenizer):
+    """A few requests that every export of the kind can answer: (signature, inputs) pairs."""
+    special = (tokenizer.pad_id, tokenizer.end_id)
+    plain = [
+        token
+        for token in range(min(tokenizer.vocabulary_size, 200))
+        if token not in special and _is_text(tokenizer, token)
+    ][:3]
+    if not plain:
+        raise ValueError(
+            "The export needs a text to be checked by. Expected a tokenizer with a token that is a text "
+            f"by itself. Received: {type(tokenizer).__name__} without one. Use another vocabulary."
+        )
+    length = max(1, min(3, model.sequence_length - 1))
+    texts = [tokenizer.decode(plain[-1:]), tokenizer.decode((plain * 3)[:length])]
+    settings = {
+        "max_new_tokens": np.array([3, 5], np.int32),
+        "temperature": np.array([0.0, 0.7], np.float32),
+        "top_k": np.array([0, 5], np.int32),
+        "top_p": np.array([1.0, 0.9], np.float32),
+        "seed": np.array([0, 1], np.int32),
+    }
+    prompts = np.array([text.encode() for text in texts], object)
+    ids, lengths = (part.numpy() for part in tokenizer.tokenize(tf.constant(prompts)))
+    return [
+        ("serving_default", {"prompt": prompts[:1]}),
+        ("generate", {"prompt": prompts, **settings, "stop": np.array([b"", b""], object)}),
+        (
+            "generate_ids",
+            {
+                "prompt_ids": ids,
+                "prompt_length": lengths,
+                **settings,
+                "stop_id": np.array([-1, -1], np.int32),
+            },
+        ),
+        ("score", {"text": prompts}),
+        ("attention", {"text": prompts}),
+        ("prefill", {"prompt_ids": ids, "prompt_length": lengths}),
+    ]
+
+
+def _is_text(tokenizer, token):
+    """Whether one token decodes to text that encodes to it again, and is no white space."""
+    text = tokenizer.decode([token])
+    return bool(text.strip()) and "\N{REPLACEMENT CHARACTER}" not in text
+
+
+def _to_json(tensors):
+    def plain(value):
+        value = np.asarray(value)
+        if value.dtype == object:
+            return np.vectorize(lambda part: part.decode("latin-1"), otypes=[object])(value).tolist()
+        return value.tolist()
+
+    # Strings as latin-1, one character a byte, since they need not be UTF-8.
+    return {
+        name: {"dtype": tf.as_dtype(np.asarray(value).dtype).name, "value": plain(value)}
+        for name, value in tensors.items()
+    }
+
+
+def _write_warmup(folder, requests):
+    """One record a plain signature; one that names a compiled signature would stop a stock server.
+
+    A record is a `PredictionLog` of TensorFlow Serving, whose few fields are written here by hand: its
+    package of message classes would be a dependency for these lines alone.
+    """
+    path = folder / WARMUP
+    path.parent.mkdir(exist_ok=True)
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        for signature, inputs in requests:
+            model_spec = _field(1, b"default") + _field(3, signature.encode())
+            request = _field(1, model_spec)
+            for name, value in inputs.items():
+                tensor = tf.make_tensor_proto(value).SerializeToString()
+                request += _field(2, _field(1, name.encode()) + _field(2, tensor))
+            # PredictionLog.predict_log (6) . PredictLog.request (1) . PredictRequest
+            writer.write(_field(6, _field(1, request)))
+
+
+def _field(number, content):
+    """A length-delimited field in the wire format of protocol buffers."""
+    return _varint(number << 3 | 2) + _varint(len(content)) + content
+
+
+def _varint(number):
+    encoded = bytearray()
+    while number > 127:
+        encoded.append(number & 127 | 128)
+        number >>= 7
+    encoded.append(number)
+    return bytes(encoded)

@@ -1,0 +1,176 @@
+"""Write an export as the next version of a folder, and load one."""
+
+import os
+import pathlib
+import shutil
+import tempfile
+
+import tensorflow as tf
+
+from keras_tinyattn._boundary import value_errors
+from keras_tinyattn.export import card
+from keras_tinyattn.export.signatures import Signatures
+
+__all__ = ["LoadedModel", "export_saved_model", "load_saved_model"]
+
+
+def export_saved_model(model, tokenizer, path, about=None):
+    """Write `path/VERSION/`, where VERSION is the next free integer.
+
+    The export is written beside and renamed: a server that watches `path` sees a whole version or none,
+    and a version that exists is never touched.
+
+    Args:
+        model: a built `CausalLM`.
+        tokenizer: the tokenizer of its ids, with the same vocabulary size.
+        path: the base folder; made unless it exists.
+        about: what the model card should say besides, a dictionary for JSON: the data that the model
+            was trained on, its loss, a licence.
+
+    Returns:
+        The folder of the version, a `pathlib.Path`.
+
+    Raises:
+        ValueError: if model and tokenizer disagree about the size of the vocabulary.
+        OSError: if the folder cannot be written.
+    """
+    if tokenizer.vocabulary_size != model.vocabulary_size:
+        raise ValueError(
+            "The tokenizer writes ids that the model reads. Expected one vocabulary size. Received: "
+            f"{tokenizer.vocabulary_size} in the tokenizer, {model.vocabulary_size} in the model. "
+            "Export the model with the tokenizer that it was trained with."
+        )
+    base = pathlib.Path(path)
+    base.mkdir(parents=True, exist_ok=True)
+    unfinished = pathlib.Path(tempfile.mkdtemp(prefix=".unfinished-", dir=base))
+    try:
+        module = Signatures(model, tokenizer)
+        signatures = module.trace()
+        tf.saved_model.save(module, str(unfinished), signatures=signatures)
+        card.write(unfinished, model, tokenizer, signatures, about or {})
+        unfinished.chmod(0o755)
+        return _rename_to_next_version(unfinished, base)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def load_saved_model(path):
+    """Load an export: the base folder (its newest version) or the folder of a version.
+
+    Returns:
+        A `LoadedModel`.
+
+    Raises:
+        ValueError: if the folder holds no export of this package.
+    """
+    return LoadedModel(path)
+
+
+class LoadedModel:
+    """An export, loaded: one method a signature, with Python values in and NumPy arrays out.
+
+    Attributes:
+        path: the folder of the version.
+        signatures: the signatures themselves, by name.
+    """
+
+    def __init__(self, path):
+        self.path = version_folder(path)
+        # Held for life: the signatures alone would not keep the variables.
+        self._loaded = tf.saved_model.load(str(self.path))
+        self.signatures = dict(self._loaded.signatures)
+        if "generate" not in self.signatures:
+            raise ValueError(_NO_EXPORT.format(path=path))
+
+    def generate(
+        self,
+        prompts,
+        max_new_tokens,
+        temperature=0.0,
+        top_k=0,
+        top_p=1.0,
+        seed=0,
+        stop="",
+        jit_compile=False,
+    ):
+        """Continue texts.
+
+        Args:
+            prompts: a string, or a list of strings.
+            max_new_tokens, temperature, top_k, top_p, seed, stop: one for all or one a prompt, as the
+                signature `generate` takes them.
+            jit_compile: whether to call `generate_xla` instead.
+
+        Returns:
+            A dictionary of the outputs of the signature, NumPy arrays of batch size B, 1 for a string.
+
+        Raises:
+            ValueError: if a prompt or a setting is refused.
+        """
+        texts = tf.constant([prompts] if isinstance(prompts, str) else list(prompts), tf.string)
+
+        def row(value, dtype):
+            return tf.broadcast_to(tf.constant(value, dtype), tf.shape(texts))
+
+        return self._call(
+            "generate_xla" if jit_compile else "generate",
+            prompt=texts,
+            max_new_tokens=row(max_new_tokens, tf.int32),
+            temperature=row(temperature, tf.float32),
+            top_k=row(top_k, tf.int32),
+            top_p=row(top_p, tf.float32),
+            seed=row(seed, tf.int32),
+            stop=row(stop, tf.string),
+        )
+
+    def score(self, texts):
+        """Log-probabilities and loss of texts: the signature `score`."""
+        return self._call("score", text=tf.constant([texts] if isinstance(texts, str) else texts))
+
+    def attention(self, texts):
+        """The weights of each layer and head for texts: the signature `attention`."""
+        return self._call("attention", text=tf.constant([texts] if isinstance(texts, str) else texts))
+
+    def _call(self, signature, **inputs):
+        with value_errors():
+            outputs = self.signatures[signature](**inputs)
+        return {name: value.numpy() for name, value in outputs.items()}
+
+
+_NO_EXPORT = (
+    "There is no export to load. Expected a folder that export_saved_model wrote, or a version in it. "
+    "Received: {path}. Export a model first, or name another folder."
+)
+
+
+def version_folder(path):
+    """The version folder that a path means: itself, or the newest version in it."""
+    path = pathlib.Path(path)
+    if (path / "saved_model.pb").is_file():
+        return path
+    versions = _versions(path)
+    if not versions or not (path / str(versions[-1]) / "saved_model.pb").is_file():
+        raise ValueError(_NO_EXPORT.format(path=path))
+    return path / str(versions[-1])
+
+
+def _versions(base):
+    """The version numbers in a base folder, ascending."""
+    if not base.is_dir():
+        return []
+    return sorted(int(entry.name) for entry in base.iterdir() if entry.name.isdecimal())
+
+
+def _rename_to_next_version(unfinished, base):
+    while True:
+        version = base / str(max(_versions(base), default=0) + 1)
+        try:
+            # Fails if another export took the number meanwhile, since that folder is not empty.
+            os.rename(unfinished, version)
+        except FileExistsError:
+            continue
+        except OSError:
+            if version.exists():
+                continue
+            raise
+        return version
