@@ -59,7 +59,8 @@ class ScaledSelfAttention(keras.layers.Layer):
             attached to the inputs unless given. Padding is not attended to; its own rows come out
             as zeros before any output projection.
         attention_mask: boolean or 0/1 integers of shape `(T, S)`, `(B, T, S)` or `(B, H, T, S)`, where
-            an axis of size 1 broadcasts; true where a query may look at a key.
+            an axis of size 1 broadcasts; true where a query may look at a key. Any other integer,
+            such as the -1e9 of an additive mask, gives NaN: a compiled function cannot raise.
         return_attention_scores: whether to return the weights as well.
         training: whether dropout is on.
 
