@@ -1,4 +1,7 @@
-"""The language model of lesson 15: with given weights, and trained on a few sentences."""
+"""The language model of lesson 15: with given weights, and trained on a few sentences.
+
+It imports TensorFlow, so scripts import it inside `quiet_imports`.
+"""
 
 import keras
 import tensorflow as tf
