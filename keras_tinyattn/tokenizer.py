@@ -8,6 +8,7 @@ and `detokenize(token_ids, lengths)` for a batch of string tensors, which an exp
 import json
 import pathlib
 
+import numpy as np
 import tensorflow as tf
 
 from keras_tinyattn._boundary import require
@@ -31,8 +32,15 @@ class _Tokenizer(tf.Module):
         """Token ids of one text, a list of integers.
 
         Raises:
-            ValueError: if the text holds something outside the vocabulary; the message names it.
+            ValueError: if the text is no string, or holds something outside the vocabulary; the message
+                names it.
         """
+        if not isinstance(text, str):
+            raise ValueError(
+                "encode reads one text. Expected a string. "
+                f"Received: {text!r}, of type {type(text).__name__}. "
+                "Decode bytes first; for a batch, call tokenize."
+            )
         token_ids, lengths = self.tokenize(tf.constant([text]))
         return token_ids[0, : lengths[0]].numpy().tolist()
 
@@ -40,10 +48,17 @@ class _Tokenizer(tf.Module):
         """The text of a list of token ids, as a string; bytes that are no UTF-8 become U+FFFD.
 
         Raises:
-            ValueError: if an id is not in [0, V).
+            ValueError: if they are no list of integers, or one is not in [0, V).
         """
-        token_ids = tf.reshape(tf.cast(tf.convert_to_tensor(token_ids), tf.int32), (1, -1))
-        texts = self.detokenize(token_ids, tf.shape(token_ids)[1:])
+        ids = np.asarray(token_ids)
+        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+            raise ValueError(
+                "decode writes one text. Expected a list of integers. "
+                f"Received: {'a list' if ids.ndim == 1 else f'rank {ids.ndim}'} of type {ids.dtype}. "
+                "Pass one row of ids; for a batch, call detokenize."
+            )
+        # Of 64 bits, so that an id beyond 32 is named, not wrapped around into the vocabulary.
+        texts = self.detokenize(tf.constant(ids[None], tf.int64), tf.constant([len(ids)], tf.int64))
         return texts[0].numpy().decode(errors="replace")
 
     def tokenize(self, texts):
@@ -66,21 +81,21 @@ class _Tokenizer(tf.Module):
         """The texts of a batch of token ids.
 
         Args:
-            token_ids: `(B, T)` int32.
-            lengths: `(B,)` int32, how many ids of each row count.
+            token_ids: `(B, T)` integers.
+            lengths: `(B,)` integers, how many ids of each row count.
 
         Returns:
             `(B,)` strings: the bytes of the pieces, which need not be valid UTF-8.
         """
         ids = tf.RaggedTensor.from_tensor(token_ids, lengths=lengths)
-        valid = tf.reduce_all((ids.flat_values >= 0) & (ids.flat_values < self.vocabulary_size))
+        invalid = (ids.flat_values < 0) | (ids.flat_values >= self.vocabulary_size)
         message = (
             f"A token id is outside the vocabulary. Expected ids from 0 to {self.vocabulary_size - 1}. "
             "Received: ",
-            ids.flat_values,
+            tf.boolean_mask(ids.flat_values, invalid),
             ".",
         )
-        with tf.control_dependencies(require(valid, *message)):
+        with tf.control_dependencies(require(~tf.reduce_any(invalid), *message)):
             pieces = tf.gather(self._pieces, ids.flat_values)
         return tf.strings.reduce_join(ids.with_flat_values(pieces), axis=-1, separator=self._separator)
 
@@ -154,7 +169,7 @@ class WordTokenizer(_Tokenizer):
                     f"The {role} token is a word like the others. Expected it in the vocabulary. "
                     f"Received: {role}_token={token!r}. Add it to the vocabulary, or pass None."
                 )
-        self.vocabulary = vocabulary
+        self.vocabulary = tuple(vocabulary)
         self.pad_token, self.end_token, self.unknown_token = pad_token, end_token, unknown_token
         self._build(vocabulary)
         self.pad_id = 0 if pad_token is None else vocabulary.index(pad_token)
@@ -194,7 +209,7 @@ class CharTokenizer(_Tokenizer):
 
     >>> tokenizer = CharTokenizer.from_text("to be")
     >>> tokenizer.vocabulary
-    [' ', 'b', 'e', 'o', 't']
+    (' ', 'b', 'e', 'o', 't')
     >>> tokenizer.encode("tobe")
     [4, 3, 1, 2]
     """
@@ -205,7 +220,7 @@ class CharTokenizer(_Tokenizer):
 
     def __init__(self, vocabulary, name=None):
         super().__init__(name=name)
-        self.vocabulary = list(vocabulary)
+        self.vocabulary = tuple(vocabulary)
         for index, character in enumerate(self.vocabulary):
             if len(character) != 1:
                 raise ValueError(
@@ -267,13 +282,12 @@ def load_tokenizer(path):
     classes = {cls.__name__: cls for cls in (ByteTokenizer, CharTokenizer, WordTokenizer)}
     try:
         config = json.loads(text)
-        cls = classes[config.pop("class")]
+        return classes[config.pop("class")](**config)
     except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(
             "The file holds no tokenizer. Expected JSON with a `class` among "
             f"{', '.join(classes)}. Received: {path}. Give a file that a tokenizer's save wrote."
         ) from error
-    return cls(**config)
 
 
 def _require_distinct(vocabulary, kind):
