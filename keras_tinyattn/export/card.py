@@ -80,7 +80,7 @@ def _example_requests(model, tokenizer):
     ][:3]
     if not plain:
         raise ValueError(
-            "The export needs a text to be checked by. Expected a tokenizer with a token that is a text "
+            "An export is checked by a text. Expected a tokenizer with a token that is text "
             f"by itself. Received: {type(tokenizer).__name__} without one. Use another vocabulary."
         )
     length = max(1, min(3, model.sequence_length - 1))

@@ -1,0 +1,254 @@
+"""A prompt is continued exactly: cached or not, alone or in a batch, plain or compiled."""
+
+import gc
+import weakref
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_tinyattn import (
+    CausalLM,
+    CausalSelfAttention,
+    TokenAndPositionEmbedding,
+    VocabProjection,
+    generate,
+    gpt,
+    stream,
+)
+from keras_tinyattn.generation import request_function
+
+V, LENGTH = 11, 16
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 1], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5]]
+
+
+@pytest.fixture(scope="module")
+def model():
+    keras.utils.set_random_seed(1)
+    model = gpt(V, sequence_length=LENGTH, hidden_dim=12, num_heads=3, num_layers=2)
+    model(np.array([[1, 2]]))
+    for variable in model.weights:
+        variable.assign(variable * 20)  # Far from uniform, so that no two candidates are close.
+    return model
+
+
+def walk(model, prompt, steps):
+    """The greedy continuation without a cache, and the log-probability of each new token."""
+    ids, logprobs = list(prompt), []
+    while steps and len(ids) < LENGTH:
+        row = tf.nn.log_softmax(model(np.array([ids]))[0, -1]).numpy()
+        ids.append(int(np.argmax(row)))
+        logprobs.append(row[ids[-1]])
+        steps -= 1
+    return ids, logprobs
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_the_cached_loop_gives_what_whole_windows_give(model, jit_compile):
+    steps = [5, 3, 6, 9]
+    result = generate(model, PROMPTS, steps, jit_compile=jit_compile)
+    for row, (prompt, count) in enumerate(zip(PROMPTS, steps, strict=True)):
+        ids, logprobs = walk(model, prompt, count)
+        assert result.token_ids[row, : result.lengths[row]].tolist() == ids
+        assert not result.token_ids[row, result.lengths[row] :].any()
+        # float32 over two layers of activations near 20.
+        assert result.new_logprobs[row, : len(logprobs)] == pytest.approx(logprobs, abs=2e-4)
+        assert not result.new_logprobs[row, len(logprobs) :].any()
+    assert result.finish_reasons.tolist() == ["length"] * 4
+    assert result.token_ids.shape[1] == max(result.lengths)
+    assert result.new_logprobs.shape[1] == 6
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_alone_or_in_a_batch_of_any_order_a_prompt_gets_the_same_ids(model, jit_compile):
+    settings = [
+        {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 1},
+        {"temperature": 0.9, "top_k": 4, "top_p": 1.0, "seed": 2},
+        {"temperature": 2.0, "top_k": 0, "top_p": 0.8, "seed": 3},
+    ]
+    alone = [
+        generate(model, prompt, 5, **setting, jit_compile=jit_compile).token_ids.tolist()
+        for prompt, setting in zip(PROMPTS, settings, strict=False)
+    ]
+    for order in ([0, 1, 2], [2, 0, 1]):
+        batch = {key: [settings[row][key] for row in order] for key in settings[0]}
+        result = generate(model, [PROMPTS[row] for row in order], 5, **batch, jit_compile=jit_compile)
+        for place, row in enumerate(order):
+            assert result.token_ids[place, : result.lengths[place]].tolist() == alone[row]
+
+
+def test_compiled_and_plain_draw_the_same_tokens(model):
+    settings = {"temperature": [0.5, 1.0, 2.0, 0.0], "top_p": 0.9, "seed": [1, 2, 3, 4]}
+    plain = generate(model, PROMPTS, 8, **settings, jit_compile=False)
+    compiled = generate(model, PROMPTS, 8, **settings, jit_compile=True)
+    assert np.array_equal(plain.token_ids, compiled.token_ids)
+    assert plain.new_logprobs == pytest.approx(compiled.new_logprobs, abs=2e-4)
+
+
+def test_a_text_continued_later_draws_as_if_it_never_paused(model):
+    settings = {"temperature": 1.5, "seed": 9, "jit_compile": False}
+    whole = generate(model, [4, 5], 9, **settings).token_ids.tolist()
+    half = generate(model, [4, 5], 4, **settings).token_ids.tolist()
+    assert generate(model, half, 5, **settings).token_ids.tolist() == whole
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_a_stopped_row_is_padded_and_its_neighbour_goes_on(model, jit_compile):
+    free = generate(model, PROMPTS[:2], 6, jit_compile=jit_compile)
+    first_new = int(free.token_ids[0, 3])
+    result = generate(model, PROMPTS[:2], 6, stop=[first_new, None], pad_id=9, jit_compile=jit_compile)
+    assert result.token_ids[0].tolist() == [1, 2, 3, first_new, 9, 9, 9]
+    assert result.token_ids[1].tolist() == free.token_ids[1, :7].tolist()
+    assert result.lengths.tolist() == [4, 7]
+    assert result.finish_reasons.tolist() == ["stop", "length"]
+    assert result.new_logprobs[0, 1:].tolist() == [0.0] * 5
+
+
+def test_a_stop_of_several_tokens_needs_all_of_them_in_order(model):
+    ids = generate(model, [1, 2, 3], 6, jit_compile=False).token_ids.tolist()
+    new = ids[3:]
+    result = generate(model, [1, 2, 3], 6, stop=new[1:4], jit_compile=False)
+    assert result.token_ids.tolist() == ids[:7]
+    assert result.finish_reasons == "stop"
+    assert new[1:3] != new[1:3][::-1]
+    reverse = generate(model, [1, 2, 3], 6, stop=new[1:3][::-1] + [10], jit_compile=False)
+    assert reverse.token_ids.tolist() == ids
+
+
+def test_a_stop_in_the_prompt_does_not_stop(model):
+    ids = generate(model, [1, 2, 3], 4, jit_compile=False).token_ids.tolist()
+    assert generate(model, [1, 2, 3], 4, stop=3, jit_compile=False).token_ids.tolist() == ids
+    # The last of the prompt and the first new one together are no stop either.
+    stop = [3, ids[3]]
+    assert generate(model, [1, 2, 3], 4, stop=stop, jit_compile=False).lengths > 4
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_generation_ends_at_the_last_position(model, jit_compile):
+    full = list(range(11)) + [1, 2, 3, 4, 5]
+    result = generate(model, [full, full[:-1]], 5, jit_compile=jit_compile)
+    assert result.lengths.tolist() == [LENGTH, LENGTH]
+    assert result.token_ids[0].tolist() == full
+    assert result.new_logprobs.shape == (2, 1)
+    assert result.finish_reasons.tolist() == ["length", "length"]
+
+
+def test_no_new_tokens_and_one_are_what_was_asked_for(model):
+    result = generate(model, PROMPTS[:2], [0, 1], jit_compile=False)
+    assert result.lengths.tolist() == [3, 2]
+    assert generate(model, [1, 2], 0, jit_compile=False).token_ids.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize(
+    ("token_ids", "settings", "message"),
+    [
+        ([], {}, "nothing to continue"),
+        ([[]], {}, "nothing to continue"),
+        ([[1], []], {}, "nothing to continue"),
+        (np.zeros((0,), int), {}, "nothing to continue"),
+        (np.zeros((2, 0), int), {}, "nothing to continue"),
+        ([1] * 17, {}, "at most sequence_length=16 tokens. Received: 17 tokens"),
+        ([V], {}, r"ids from 0 to 10. Received: 11\."),
+        ([[1], [-1]], {}, r"Received: -1\."),
+        ([10**6], {}, r"Received: 1000000\."),
+        ([10**12], {}, "Received: 2147483647"),
+        ([1], {"max_new_tokens": -1}, "max_new_tokens is out of range"),
+        ([1], {"temperature": -1.0}, r"temperature is out of range.*Received: -1\."),
+        ([1], {"temperature": float("nan")}, "temperature is out of range.*Received: nan"),
+        ([1], {"temperature": float("inf")}, "temperature is out of range.*Received: inf"),
+        ([1], {"top_k": -1}, "top_k is out of range"),
+        ([1], {"top_p": 0.0}, "top_p is out of range"),
+        ([1], {"top_p": 1.5}, r"top_p is out of range.*Received: 1\.5"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(model, token_ids, settings, message, jit_compile):
+    with pytest.raises(ValueError, match=message):
+        generate(model, token_ids, **{"max_new_tokens": 1, **settings}, jit_compile=jit_compile)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"seed": 2**31}, "seed does not fit 32 bits"),
+        ({"seed": [1, 2]}, "seed is one for all prompts or one a prompt"),
+        ({"top_k": 1.5}, "top_k is one for all"),
+        ({"stop": list(range(9))}, "up to 8"),
+        ({"stop": -3}, "up to 8"),
+        ({"stop": [[1], [2]]}, "Expected 1 of them"),
+    ],
+)
+def test_a_setting_of_a_wrong_kind_is_refused(model, settings, message):
+    with pytest.raises(ValueError, match=message):
+        generate(model, [1], 1, **settings)
+
+
+def test_ids_that_are_no_integers_are_refused(model):
+    with pytest.raises(ValueError, match="Expected integers"):
+        generate(model, [1.5], 1)
+
+
+def test_a_stream_yields_what_generate_returns(model):
+    settings = {"temperature": 1.0, "top_k": 5, "seed": 4, "stop": 3}
+    whole = generate(model, [4], 8, **settings, jit_compile=False)
+    assert list(stream(model, [4], 8, **settings)) == whole.token_ids[1 : whole.lengths].tolist()
+    assert list(stream(model, [4], 0)) == []
+    with pytest.raises(ValueError, match="one prompt"):
+        stream(model, [[1], [2]], 3)
+    with pytest.raises(ValueError, match="top_p is out of range"):
+        stream(model, [1], 3, top_p=2.0)
+    with pytest.raises(TypeError, match="heat"):
+        stream(model, [1], 3, heat=2.0)
+
+
+def test_prompts_of_every_length_and_setting_share_one_trace(model):
+    function = request_function(model, jit_compile=False)
+    for length in range(1, LENGTH + 1):
+        generate(
+            model,
+            [list(range(length % V))[:length] or [1]] * (1 + length % 3),
+            length,
+            temperature=length / 3,
+            top_k=length,
+            seed=length,
+            stop=length % V,
+            jit_compile=False,
+        )
+    assert function.experimental_get_tracing_count() == 1
+
+
+def test_a_model_is_forgotten_together_with_its_functions():
+    model = gpt(V, sequence_length=4, hidden_dim=4, num_heads=2, num_layers=1)
+    generate(model, [1], 1, jit_compile=False)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_model_of_one_attention_layer_generates_by_the_same_loop():
+    model = CausalLM(
+        TokenAndPositionEmbedding(V, LENGTH, 6), [CausalSelfAttention(6)], VocabProjection(V)
+    )
+    model(np.array([[1, 2]]))
+    for variable in model.weights:
+        variable.assign(variable * 20)
+    assert model.generate([3, 1], 5, jit_compile=False).token_ids.tolist() == walk(model, [3, 1], 5)[0]
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_half_precision_generates_the_same_plain_and_compiled(policy):
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(policy)
+    try:
+        model = gpt(V, sequence_length=8, hidden_dim=8, num_heads=2, num_layers=1)
+        model(np.array([[1, 2]]))
+    finally:
+        keras.config.set_dtype_policy(before)
+    for variable in model.weights:
+        variable.assign(variable * 30)
+    plain = generate(model, [[1, 2], [5]], 5, jit_compile=False)
+    compiled = generate(model, [[1, 2], [5]], 5, jit_compile=True)
+    assert np.array_equal(plain.token_ids, compiled.token_ids)
+    assert plain.new_logprobs.dtype == np.float32
