@@ -718,19 +718,22 @@ def tell_training(numbers, output):
         if added
         else f"Behind '{prompt}' there is no position left to go on.",
     )
-    whole = completed(trained)
-    point(output, f"Given two words, it completes {whole} of the {len(SENTENCES)} sentences.")
+    missed = [
+        f" After '{beginning}' it writes '{text}'."
+        for beginning, text in zip(trained["beginnings"], trained["texts"], strict=True)
+        if text not in SENTENCES
+    ]
+    point(
+        output,
+        f"Given two words, it completes {completed(trained)} of the {len(SENTENCES)} sentences."
+        + "".join(missed),
+    )
 
 
 def tell_constant_start(numbers, output):
     trained, other = numbers["training"], numbers["training_from_random"]
-    differences, ranks = (
-        trained["column_differences"],
-        (
-            trained["rank_of_scores"],
-            other["rank_of_scores"],
-        ),
-    )
+    differences = trained["column_differences"]
+    ranks = trained["rank_of_scores"], other["rank_of_scores"]
     section(
         output,
         "10. What a constant start costs",
@@ -780,8 +783,8 @@ def tell_constant_start(numbers, output):
     if ranks[0] < ranks[1]:
         point(
             output,
-            f"So a score has {ranks[0]} way to match two words, and not {ranks[1]}: a head of "
-            f"{numbers['hidden_dim']} that works as a head of {ranks[0]}.",
+            f"So a score has {ranks[0]} way{'s' * (ranks[0] > 1)} to match two words, and not "
+            f"{ranks[1]}: a head of {numbers['hidden_dim']} that works as a head of {ranks[0]}.",
         )
     slower, losses = trained["losses"][early], (trained["losses"][-1], other["losses"][-1])
     gap = losses[0] - losses[1]

@@ -313,6 +313,11 @@ def test_training_brings_the_loss_below_guessing_and_writes_a_whole_sentence(num
     text = told(numbers)
     assert "The cat sat on the mat <eos>" in text
     assert "ends with '<eos>'" in text
+    whole = trained | {"texts": list(lesson_model().SENTENCES)}
+    assert "completes 6 of the 6 sentences. 10." in told(numbers | {"training": whole})
+    missed = trained | {"texts": [*lesson_model().SENTENCES[:5], "the cat and <eos>"]}
+    text = told(numbers | {"training": missed})
+    assert "completes 5 of the 6 sentences. After 'the cat' it writes 'the cat and <eos>'." in text
     flat = trained | {"losses": [3.5] * 401, "text": "The cat sat a", "ids": [1, 2, 3, 9]}
     text = told(numbers | {"training": flat | {"finish_reason": "length"}})
     assert "so it is still no better than that" in text
