@@ -126,20 +126,22 @@ class History:
 
     def read(self, taken):
         entries = []
-        if self.path.exists():
-            for line in self.path.read_text(encoding="utf-8").splitlines():
-                try:
-                    entry = json.loads(line)
-                except ValueError:  # The line that was being written when the process was killed.
-                    break
-                if entry["step"] <= taken:
-                    entries.append(entry)
+        held = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
+        for line in held.splitlines():
+            try:
+                entry = json.loads(line)
+            except ValueError:  # The line that was being written when the process was killed.
+                break
+            if entry["step"] <= taken:
+                entries.append(entry)
         self.losses = [entry["loss"] for entry in entries if "loss" in entry]
         self.evaluations = [
             (entry["step"], entry["validation_loss"]) for entry in entries if "validation_loss" in entry
         ]
-        with whole_file(self.path) as part:
-            part.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
+        kept = "".join(json.dumps(entry) + "\n" for entry in entries)
+        if kept != held:
+            with whole_file(self.path) as part:
+                part.write_text(kept, encoding="utf-8")
 
 
 def fingerprint(text):

@@ -11,6 +11,7 @@ import functools
 import json
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -62,8 +63,12 @@ def main(argv=None):
     try:
         follow(arguments, strategy)
     except tf.errors.OpError as error:
-        reason = error.message.splitlines()[0] if error.message else type(error).__name__
-        raise OSError(f"TensorFlow could not go on: {reason}") from error
+        # Between the place in the graph and the operation stands what happened.
+        reason = re.sub(r"\{\{.*?\}\}|\[Op:.*?\]", "", error.message or type(error).__name__)
+        raise OSError(
+            f"TensorFlow could not go on: {reason.strip().splitlines()[0]}. What was saved before is "
+            "whole; go on from it by --resume."
+        ) from error
 
 
 def follow(arguments, strategy):
@@ -100,8 +105,7 @@ def follow(arguments, strategy):
         markup=False,
     )
 
-    stopped = None
-    signals = watch_signals()
+    stopped = 0
     every = {
         "evaluate": arguments.evaluate_every or max(1, settings["steps"] // 10),
         "checkpoint": arguments.checkpoint_every or max(1, settings["steps"] // 20),
@@ -113,6 +117,7 @@ def follow(arguments, strategy):
         strategy.scope() if strategy else contextlib.nullcontext(),
         progress(output, settings, first) as show,
         board.as_default(),
+        watched_signals() as signals,
     ):
         for taken, loss in training.train(
             model,
@@ -130,7 +135,7 @@ def follow(arguments, strategy):
                     "--learning-rate or more --warmup-steps."
                 )
             history.add_loss(taken, loss)
-            stopped = agreed(signals, strategy)
+            stopped = agreed(signals, strategy) if taken < settings["steps"] else 0
             due = {
                 name: count and (taken % count == 0 or taken == settings["steps"])
                 for name, count in every.items()
@@ -465,17 +470,21 @@ def _log(plugin, name, tensor, step):
     tf.summary.write(name, tensor, step, metadata)
 
 
-def watch_signals():
-    """A list into which the first Ctrl-C or TERM puts its number; the second one ends the process."""
+@contextlib.contextmanager
+def watched_signals():
+    """A list that the first Ctrl-C or TERM puts its number into; a second one ends the process."""
     received = []
 
     def remember(number, frame):
         received.append(number)
         signal.signal(number, signal.SIG_DFL)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, remember)
-    return received
+    before = {number: signal.signal(number, remember) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def agreed(signals, strategy):

@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import shutil
 
 import tensorflow as tf
 
@@ -37,6 +38,8 @@ class Checkpoints:
         Returns:
             Its path prefix.
         """
+        for leftover in self.directory.glob("ckpt-*_temp"):  # Of a write that was cut short.
+            shutil.rmtree(leftover, ignore_errors=True)
         return self._manager.save(checkpoint_number=steps_taken(self.optimizer))
 
     def restore(self):
