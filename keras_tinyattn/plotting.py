@@ -155,14 +155,11 @@ def _panels(shape, rows, columns, title):
             'Install it with `pip install "keras-tinyattn[plot]"`.'
         ) from error
 
-    height, width = (min(max(1.6 + 0.62 * size, 2.6), 9.0) for size in shape)
-    figure = Figure(
-        figsize=(columns * width + 0.6, rows * height + 0.5 + 0.5 * bool(title)),
-        dpi=160,
-        facecolor="white",
-        layout="constrained",
-    )
-    figure.get_layout_engine().set(w_pad=0.14, h_pad=0.14)
+    panel_height, panel_width = (min(max(1.6 + 0.62 * size, 2.6), 9.0) for size in shape)
+    width, height = columns * panel_width + 0.6, rows * panel_height + 0.5 + 0.5 * bool(title)
+    figure = Figure(figsize=(width, height), dpi=160, facecolor="white", layout="constrained")
+    x, y = 0.1 / width, 0.1 / height  # A tenth of an inch is kept free all around.
+    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1, rect=(x, y, 1 - 2 * x, 1 - 2 * y))
     if title:
         figure.suptitle(title, color=INK, fontsize=14, fontweight="bold", parse_math=False)
     return figure, list(figure.subplots(rows, columns, squeeze=False).flat)

@@ -142,11 +142,12 @@ def whole_file(path):
 
     So nobody meets half a file, and a failure leaves what stood there before.
     """
-    path = Path(path).resolve()
+    path = Path(path)
     if path.exists() and not path.is_file():  # Such as /dev/stdout.
         yield path
         return
-    part = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    path = path.resolve()
+    part = path.with_name(f".{os.getpid()}.part{path.suffix}")
     try:
         yield part
         os.replace(part, path)

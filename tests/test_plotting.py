@@ -137,7 +137,8 @@ def test_no_text_leaves_the_picture_or_its_cell(tokens):
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     renderer = canvas.get_renderer()
-    inside = figure.bbox.padded(1)
+    # A margin of a twentieth of an inch at least.
+    inside = figure.bbox.padded(-figure.dpi / 20)
     for text in figure.findobj(Text):
         if text.get_visible() and text.get_text():
             box = text.get_window_extent(renderer)
