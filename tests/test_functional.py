@@ -108,7 +108,7 @@ def _loss_and_gradients(attend):
     return run
 
 
-@pytest.mark.parametrize("block_size", [1, 4, 11, 64])
+@pytest.mark.parametrize("block_size", [4, 11])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 def test_blockwise_equals_dense_in_values_and_gradients(causal, masked, block_size):

@@ -73,37 +73,32 @@ def test_the_future_does_not_change_the_past(make, arguments):
 @pytest.mark.parametrize("blockwise", [False, True])
 @pytest.mark.parametrize("make", LAYERS)
 def test_the_future_does_not_change_the_past_when_compiled(make, blockwise, on_every_path):
-    layer = make(blockwise=blockwise)
-    x = _draw(B, T, D)
+    layer, x = make(blockwise=blockwise), _draw(B, T, D)
     changed = np.concatenate([x[:, :3], 100 * _draw(B, T - 3, D, seed=1)], axis=1)
-    before = on_every_path(layer, tf.constant(x))
-    after = on_every_path(layer, tf.constant(changed))
-    for (path, earlier), (_, later) in zip(before, after, strict=True):
-        np.testing.assert_allclose(later[:, :3], earlier[:, :3], rtol=1e-5, atol=1e-6, err_msg=path)
-        assert np.all(np.any(np.asarray(later[:, 3:]) != earlier[:, 3:], axis=-1)), path
+    for path, output in on_every_path(layer, tf.constant(np.concatenate([x, changed]))):
+        before, after = output[:B], output[B:]
+        np.testing.assert_allclose(after[:, :3], before[:, :3], rtol=1e-5, atol=1e-6, err_msg=path)
+        assert np.all(np.any(after[:, 3:] != before[:, 3:], axis=-1)), path
 
 
+@pytest.mark.parametrize("path", ["eager", "graph", "xla"])
 @pytest.mark.parametrize("make", LAYERS)
-def test_a_cached_step_equals_the_full_window_at_every_position(make, on_every_path):
+def test_a_cached_step_equals_the_full_window_at_every_position(make, path):
     layer, x = make(), _draw(B, T, D)
     expected, weights = layer(x, return_attention_scores=True)
 
-    def run(x):
-        # The cache is longer than the window: empty slots are not attended to.
-        cache = layer.make_cache(B, T + 2)
-        steps, shares = [], []
-        for t in range(T):
-            step, share, cache = layer(
-                x[:, t : t + 1], cache=cache, positions=ops.array([t]), return_attention_scores=True
-            )
-            steps.append(step)
-            shares.append(share)
-        return ops.concatenate(steps, 1), ops.concatenate(shares, 2)
+    def step(x, cache, positions):
+        return layer(x, cache=cache, positions=positions, return_attention_scores=True)
 
-    for path, (steps, shares) in on_every_path(run, tf.constant(x)):
-        np.testing.assert_allclose(steps, expected, err_msg=path, **CLOSE)
-        np.testing.assert_allclose(shares[..., :T], weights, err_msg=path, **CLOSE)
-        assert not np.any(shares[..., T:]), path
+    if path != "eager":
+        step = tf.function(step, autograph=False, jit_compile=path == "xla")
+    # The cache is longer than the window: empty slots are not attended to.
+    cache = layer.make_cache(B, T + 2)
+    for t in range(T):
+        output, shares, cache = step(tf.constant(x[:, t : t + 1]), cache, tf.constant([t]))
+        np.testing.assert_allclose(output[:, 0], expected[:, t], **CLOSE)
+        np.testing.assert_allclose(shares[:, :, 0, :T], weights[:, :, t], **CLOSE)
+        assert not np.any(shares[..., T:])
 
 
 @pytest.mark.parametrize("make", LAYERS)
@@ -141,21 +136,22 @@ def test_prompts_of_unequal_length_share_a_batch(make, on_every_path):
         np.testing.assert_allclose(again[0, 0], alone[0][0, 3], err_msg=path, **CLOSE)
 
 
-@pytest.mark.parametrize("position", [T, T + 100, -1, -T, 10**6])
 @pytest.mark.parametrize("make", LAYERS)
-def test_a_slot_outside_the_cache_gives_nan_in_its_row_only(make, position, on_every_path):
-    layer, x = make(), _draw(B, T, D)
-    _, cache = layer(x, cache=layer.make_cache(B, T), positions=ops.arange(T))
+def test_a_slot_outside_the_cache_gives_nan_in_its_row_only(make, on_every_path):
+    outside = [T, T + 100, -1, -T, 10**6]
+    rows = len(outside) + 1
+    layer, x = make(), _draw(rows, T, D)
+    _, cache = layer(x, cache=layer.make_cache(rows, T), positions=ops.arange(T))
     expected = layer(x)
 
     def run(x, positions):
         return layer(x, cache=cache, positions=positions)[0]
 
-    paths = on_every_path(run, tf.constant(x[:, 2:3]), tf.constant([[position], [2]]))
-    for path, step in paths:
-        assert np.all(np.isnan(step[0])), path
+    positions = tf.constant([[position] for position in (*outside, 2)])
+    for path, step in on_every_path(run, tf.constant(x[:, 2:3]), positions):
+        assert np.all(np.isnan(step[:-1])), path
         # Slots behind the step are masked again, by the position alone.
-        np.testing.assert_allclose(step[1, 0], expected[1, 2], err_msg=path, **CLOSE)
+        np.testing.assert_allclose(step[-1, 0], expected[-1, 2], err_msg=path, **CLOSE)
 
 
 def test_the_cache_is_of_the_compute_type_and_is_not_changed_in_place():

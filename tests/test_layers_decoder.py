@@ -134,6 +134,10 @@ def test_dropout_of_one_half_of_the_block_is_not_the_other_halfs():
     block.mlp_contract.bias.assign(np.full(D, 10.0))
     added = np.asarray(block(np.zeros((B, T, D), "float32"), training=True))
     assert set(np.unique(added)) == {0.0, 2.0, 20.0, 22.0}
+    # Nor is either that of the weights: no two generators start alike.
+    states = [v.numpy().tolist() for v in block.non_trainable_variables if "seed" in v.name]
+    assert len(states) == 2
+    assert states[0] != states[1]
 
 
 def test_kernels_of_a_seeded_initializer_differ():
