@@ -1,0 +1,609 @@
+"""An export answers like the model, on any TensorFlow server, and errs with a sentence."""
+
+import hashlib
+import json
+import pathlib
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import _lesson_15_model
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_tinyattn import (
+    ByteTokenizer,
+    export_saved_model,
+    generate,
+    gpt,
+    load_saved_model,
+    next_token_loss,
+    verify_saved_model,
+)
+from keras_tinyattn.__main__ import main as command
+from keras_tinyattn.export import _check_alone
+
+COMMITTED = pathlib.Path(__file__).parents[1] / "saved_models" / "lesson_15"
+SETTINGS = {
+    "max_new_tokens": tf.int32,
+    "temperature": tf.float32,
+    "top_k": tf.int32,
+    "top_p": tf.float32,
+    "seed": tf.int32,
+}
+GENERATED = {
+    "text": tf.string,
+    "completion": tf.string,
+    "completion_bytes": tf.string,
+    "token_ids": tf.int32,
+    "length": tf.int32,
+    "new_logprobs": tf.float32,
+    "finish_reason": tf.string,
+}
+CACHES = [f"{part}_{layer}" for layer in range(2) for part in ("keys", "values")]
+STEP = {"logits": tf.float32, **{f"new_{name}": tf.float32 for name in CACHES}}
+TABLE = {
+    "serving_default": ({"prompt": tf.string}, {"text": tf.string}),
+    "generate": ({"prompt": tf.string, **SETTINGS, "stop": tf.string}, GENERATED),
+    "generate_xla": ({"prompt": tf.string, **SETTINGS, "stop": tf.string}, GENERATED),
+    "generate_ids": (
+        {"prompt_ids": tf.int32, "prompt_length": tf.int32, **SETTINGS, "stop_id": tf.int32},
+        {name: GENERATED[name] for name in ("token_ids", "length", "new_logprobs", "finish_reason")},
+    ),
+    "score": (
+        {"text": tf.string},
+        {"token_ids": tf.int32, "length": tf.int32, "logprobs": tf.float32, "loss": tf.float32},
+    ),
+    "attention": (
+        {"text": tf.string},
+        {
+            "tokens_bytes": tf.string,
+            "length": tf.int32,
+            "weights": tf.float32,
+            "next_logits": tf.float32,
+        },
+    ),
+    "prefill": ({"prompt_ids": tf.int32, "prompt_length": tf.int32}, STEP),
+    "step": (
+        {"token_id": tf.int32, "position": tf.int32, **{name: tf.float32 for name in CACHES}},
+        STEP,
+    ),
+    "sample": (
+        {
+            "logits": tf.float32,
+            "position": tf.int32,
+            **{name: SETTINGS[name] for name in list(SETTINGS)[1:]},
+        },
+        {"token_id": tf.int32, "logprob": tf.float32},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def lesson():
+    """The lesson's model and tokenizer."""
+    return _lesson_15_model.reference_model()
+
+
+@pytest.fixture(scope="module")
+def lesson_path(lesson, tmp_path_factory):
+    return export_saved_model(*lesson, tmp_path_factory.mktemp("lesson"), about={"data": "by hand"})
+
+
+@pytest.fixture(scope="module")
+def loaded(lesson_path):
+    return load_saved_model(lesson_path)
+
+
+@pytest.fixture(scope="module")
+def byte_model():
+    """Two blocks over bytes, far from uniform."""
+    keras.utils.set_random_seed(2)
+    model = gpt(256, sequence_length=24, hidden_dim=8, num_heads=2, num_layers=2)
+    model(np.array([[1, 2]]))
+    for variable in model.weights:
+        variable.assign(variable * 30)
+    return model
+
+
+@pytest.fixture(scope="module")
+def byte_path(byte_model, tmp_path_factory):
+    return export_saved_model(byte_model, ByteTokenizer(), tmp_path_factory.mktemp("bytes"))
+
+
+@pytest.fixture(scope="module")
+def byte_loaded(byte_path):
+    return load_saved_model(byte_path)
+
+
+def settings(rows, **given):
+    values = {"max_new_tokens": 3, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0, **given}
+    return {
+        name: tf.constant(np.broadcast_to(values[name], (rows,)), dtype)
+        for name, dtype in SETTINGS.items()
+    }
+
+
+def test_every_signature_has_the_inputs_and_outputs_of_the_table_batch_first(byte_loaded):
+    assert set(byte_loaded.signatures) == set(TABLE)
+    for name, (inputs, outputs) in TABLE.items():
+        signature = byte_loaded.signatures[name]
+        specs = signature.structured_input_signature[1]
+        assert {key: spec.dtype for key, spec in specs.items()} == inputs, name
+        assert {key: x.dtype for key, x in signature.structured_outputs.items()} == outputs, name
+        assert not set(inputs) & set(outputs), name
+        for key, part in [*specs.items(), *signature.structured_outputs.items()]:
+            assert part.shape.rank >= 1, (name, key)
+            assert part.shape[0] is None, (name, key)
+
+
+def test_the_lesson_text_is_generated(loaded):
+    outputs = loaded.generate("The cat sat", 3)
+    assert outputs["text"].tolist() == [b"The cat sat bites bites bites"]
+    assert outputs["completion"].tolist() == [b"bites bites bites"]
+    assert outputs["token_ids"].tolist() == [[1, 2, 3, 7, 7, 7]]
+    assert outputs["length"].tolist() == [6]
+    assert outputs["finish_reason"].tolist() == [b"length"]
+    text = loaded.signatures["serving_default"](prompt=tf.constant(["The cat sat"]))["text"]
+    assert text.numpy().tolist() == [b"The cat sat" + b" bites" * 7]
+
+
+def test_what_is_exported_generates_what_the_model_generates(byte_model, byte_loaded):
+    prompts = ["To be", "x", "what a piece of work is"]
+    given = {
+        "temperature": [0.0, 1.0, 0.8],
+        "top_k": [0, 9, 0],
+        "top_p": [1, 1, 0.9],
+        "seed": [0, 5, 6],
+    }
+    expected = generate(
+        byte_model, [list(text.encode()) for text in prompts], [4, 9, 3], **given, jit_compile=False
+    )
+    for jit_compile in (False, True):
+        outputs = byte_loaded.generate(prompts, [4, 9, 3], **given, jit_compile=jit_compile)
+        assert np.array_equal(outputs["token_ids"], expected.token_ids)
+        assert outputs["length"].tolist() == expected.lengths.tolist() == [9, 10, 24]
+        assert outputs["new_logprobs"] == pytest.approx(expected.new_logprobs, abs=1e-3)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7])
+def test_a_row_of_a_batch_gets_what_it_gets_alone(byte_loaded, rows):
+    prompts = [text[: 1 + 3 * row] for row, text in enumerate(["the quick brown fox jumps"] * rows)]
+    given = {"temperature": [0.7 * (row % 3) for row in range(rows)], "seed": list(range(rows))}
+    together = byte_loaded.generate(prompts, 4, **given)
+    for row, prompt in enumerate(prompts):
+        alone = byte_loaded.generate(prompt, 4, **{key: value[row] for key, value in given.items()})
+        length = together["length"][row]
+        assert together["completion_bytes"][row] == alone["completion_bytes"][0]
+        assert together["token_ids"][row, :length].tolist() == alone["token_ids"][0].tolist()
+
+
+def test_texts_are_valid_utf8_and_the_raw_bytes_are_there_too(byte_loaded):
+    outputs = byte_loaded.generate("caf\N{LATIN SMALL LETTER E WITH ACUTE}", 9, temperature=3.0, seed=1)
+    raw = outputs["completion_bytes"][0]
+    with pytest.raises(UnicodeDecodeError):
+        raw.decode()
+    assert outputs["completion"][0].decode() == outputs["completion"][0].decode(errors="strict")
+    assert "\N{REPLACEMENT CHARACTER}" in outputs["completion"][0].decode()
+    assert list(raw) == outputs["token_ids"][0, 5:14].tolist()
+    # A prompt that is no UTF-8 is bytes like any other.
+    outputs = byte_loaded.signatures["generate"](
+        prompt=tf.constant([b"\xf0\x9f"]), stop=tf.constant([""]), **settings(1)
+    )
+    outputs["text"][0].numpy().decode()
+
+
+def test_a_stop_text_ends_the_row_and_is_left_out(byte_loaded):
+    free = byte_loaded.generate(["one", "two"], 12)
+    raw = free["completion_bytes"][0]
+    stop = raw[3:5]
+    at = raw.index(stop)
+    outputs = byte_loaded.signatures["generate"](
+        prompt=tf.constant(["one", "two"]),
+        stop=tf.constant([stop, b""]),
+        **settings(2, max_new_tokens=12),
+    )
+    assert outputs["completion_bytes"][0].numpy() == raw[:at]
+    assert outputs["length"].numpy().tolist() == [3 + at + 2, 15]
+    assert outputs["finish_reason"].numpy().tolist() == [b"stop", b"length"]
+    assert outputs["completion_bytes"][1].numpy() == free["completion_bytes"][1]
+    with pytest.raises(ValueError, match=r"at most 8 tokens\. Received: 9"):
+        byte_loaded.generate("one", 1, stop="123456789")
+
+
+def test_a_tokenizer_s_own_end_stops_unless_another_is_given(loaded):
+    # The lesson's model answers <eos> to some prompts.
+    outputs = loaded.generate("<eos> <eos>", 4)
+    assert outputs["finish_reason"].tolist() == [b"stop"]
+    assert outputs["text"].tolist() == [b"<eos> <eos>"]
+    assert outputs["completion"].tolist() == [b""]
+    assert outputs["token_ids"].tolist() == [[19, 19, 19]]
+    assert loaded.generate("<eos> <eos>", 2, stop="bites")["length"].tolist() == [4]
+    assert loaded.generate("The cat", 5, stop="bites")["length"].tolist() == [3]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "given", "message"),
+    [
+        ("", {}, "nothing to continue"),
+        (" \t\n", {}, "nothing to continue"),
+        (["The", ""], {}, "nothing to continue"),
+        ("The cow's", {}, r"Received also: cow's\."),
+        ("The \N{CAT FACE}", {}, "Received also: \N{CAT FACE}"),
+        (b"The \xff", {}, "Received also"),
+        ("man " * 11, {}, "at most sequence_length=10 tokens. Received: 11 tokens"),
+        ("The", {"max_new_tokens": -1}, "max_new_tokens is out of range"),
+        ("The", {"temperature": -1.0}, "temperature is out of range"),
+        ("The", {"temperature": float("nan")}, "temperature is out of range"),
+        ("The", {"top_k": -1}, "top_k is out of range"),
+        ("The", {"top_p": 1.5}, "top_p is out of range"),
+        ("The", {"top_p": 0.0}, "top_p is out of range"),
+        ("The", {"stop": "cow"}, "Received also: cow"),
+    ],
+)
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_bad_input_is_an_invalid_argument_with_the_sentence(
+    loaded, prompt, given, message, jit_compile
+):
+    prompts = prompt if isinstance(prompt, list) else [prompt]
+    with pytest.raises(ValueError, match=message):
+        loaded.generate(prompts, **{"max_new_tokens": 2, **given}, jit_compile=jit_compile)
+    # Nothing is left behind that changes the next answer.
+    assert loaded.generate("The cat sat", 3)["token_ids"].tolist() == [[1, 2, 3, 7, 7, 7]]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"temperature": 1e-6}, None),
+        ({"temperature": 1e6}, None),
+        ({"top_k": 256}, None),
+        ({"top_k": 261}, None),
+        ({"top_k": 1, "temperature": 3.0}, None),
+        ({"top_p": 1e-9, "temperature": 3.0}, None),
+        ({"seed": -(2**31), "temperature": 1.0}, None),
+        ({"max_new_tokens": 1000}, None),
+        ({"max_new_tokens": 0}, None),
+    ],
+)
+def test_settings_at_their_edges_are_answered(byte_loaded, given, message):
+    outputs = byte_loaded.generate("edge", **{"max_new_tokens": 2, **given})
+    assert outputs["length"][0] == min(4 + given.get("max_new_tokens", 2), 24)
+    assert np.isfinite(outputs["new_logprobs"]).all()
+
+
+def test_unlike_numbers_of_rows_are_refused(byte_loaded):
+    inputs = {"prompt": tf.constant(["a", "b"]), "stop": tf.constant(["", ""]), **settings(2)}
+    inputs["seed"] = tf.constant([1])
+    with pytest.raises(tf.errors.InvalidArgumentError, match="as many rows in seed as in prompt"):
+        byte_loaded.signatures["generate"](**inputs)
+
+
+@pytest.mark.parametrize("bad", [256, -1, 10**6])
+def test_ids_outside_the_vocabulary_are_refused_by_every_signature(byte_loaded, bad):
+    ids = {"prompt_ids": tf.constant([[1, bad]]), "prompt_length": tf.constant([2])}
+    with pytest.raises(tf.errors.InvalidArgumentError, match=f"Received: {bad}"):
+        byte_loaded.signatures["generate_ids"](**ids, stop_id=tf.constant([-1]), **settings(1))
+    with pytest.raises(tf.errors.InvalidArgumentError, match=f"Received: {bad}"):
+        byte_loaded.signatures["prefill"](**ids)
+    first = byte_loaded.signatures["prefill"](
+        prompt_ids=tf.constant([[1]]), prompt_length=tf.constant([1])
+    )
+    cache = {name: first[f"new_{name}"] for name in CACHES}
+    with pytest.raises(tf.errors.InvalidArgumentError, match=f"Received: {bad}"):
+        byte_loaded.signatures["step"](token_id=tf.constant([bad]), position=tf.constant([1]), **cache)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="position is outside the model"):
+        byte_loaded.signatures["step"](
+            token_id=tf.constant([1]), position=tf.constant([24 if bad > 0 else bad]), **cache
+        )
+
+
+def test_prefill_step_and_sample_walk_like_generate_ids(byte_loaded):
+    prompt = {"prompt_ids": tf.constant([[7, 8, 9], [5, 0, 0]]), "prompt_length": tf.constant([3, 1])}
+    given = settings(2, max_new_tokens=5, temperature=[0.0, 1.2], seed=[1, 2])
+    expected = byte_loaded.signatures["generate_ids"](**prompt, stop_id=tf.constant([-1, -1]), **given)
+    outputs = byte_loaded.signatures["prefill"](**prompt)
+    position, walked = prompt["prompt_length"], []
+    draw = {name: given[name] for name in list(SETTINGS)[1:]}
+    for _ in range(5):
+        drawn = byte_loaded.signatures["sample"](logits=outputs["logits"], position=position, **draw)
+        walked.append(drawn["token_id"].numpy())
+        outputs = byte_loaded.signatures["step"](
+            token_id=drawn["token_id"],
+            position=position,
+            **{name: outputs[f"new_{name}"] for name in CACHES},
+        )
+        position += 1
+    ids = expected["token_ids"].numpy()
+    assert np.array_equal(np.array(walked).T, [ids[0, 3:8], ids[1, 1:6]])
+
+
+def test_the_score_of_a_text_is_the_loss_of_the_model(lesson, loaded):
+    model, tokenizer = lesson
+    texts = ["The cat sat on the mat", "man", "a dog"]
+    outputs = loaded.score(texts)
+    for row, text in enumerate(texts):
+        ids = tokenizer.encode(text)
+        logits = model(np.array([ids]))
+        loss = next_token_loss(logits[:, :-1], np.array([ids[1:]], int)).numpy()
+        assert outputs["loss"][row] == pytest.approx(loss, abs=1e-5)
+        assert outputs["length"][row] == len(ids)
+        assert not outputs["logprobs"][row, 0]
+        assert not outputs["logprobs"][row, len(ids) :].any()
+        assert -outputs["logprobs"][row].sum() == pytest.approx(loss * (len(ids) - 1), abs=1e-4)
+
+
+def test_the_attention_of_a_text_is_that_of_the_model(byte_model, byte_loaded):
+    outputs = byte_loaded.attention(["To be, or", "na\N{LATIN SMALL LETTER I WITH DIAERESIS}ve"])
+    ids = list(b"To be, or")
+    logits, weights = byte_model(np.array([ids]), return_attention_scores=True)
+    assert outputs["weights"].shape == (2, 2, 2, 9, 9)
+    for layer in range(2):
+        assert outputs["weights"][0, layer] == pytest.approx(weights[layer][0].numpy(), abs=1e-5)
+    assert outputs["next_logits"][0] == pytest.approx(logits[0, -1].numpy(), abs=1e-3)
+    assert outputs["tokens_bytes"][1].tolist() == [
+        b"n",
+        b"a",
+        b"\xc3",
+        b"\xaf",
+        b"v",
+        b"e",
+        b"",
+        b"",
+        b"",
+    ]
+    assert not outputs["weights"][1, :, :, 6:].any()
+    with pytest.raises(ValueError, match=r"at most 24 tokens\. Received: 25"):
+        byte_loaded.attention("x" * 25)
+
+
+def test_the_future_changes_no_logit_of_the_past_in_the_export(byte_loaded):
+    text = bytearray(b"all the world")
+    before = byte_loaded.signatures["score"](text=tf.constant([bytes(text)]))["logprobs"].numpy()
+    for place in range(1, len(text)):
+        changed = bytearray(text)
+        changed[place] ^= 1
+        after = byte_loaded.signatures["score"](text=tf.constant([bytes(changed)]))["logprobs"].numpy()
+        assert np.array_equal(after[0, :place], before[0, :place])
+        assert after[0, place] != before[0, place]
+
+
+def test_the_weights_are_stored_once_tied_ones_too(byte_model, byte_path):
+    stored = sum(path.stat().st_size for path in (byte_path / "variables").iterdir())
+    weights = 4 * byte_model.count_params()
+    assert weights < stored < weights + 10_000
+
+
+def test_a_version_is_never_written_twice_and_an_interrupted_one_leaves_nothing(
+    lesson, tmp_path, monkeypatch
+):
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "saved_model.pb").write_text("of somebody else")
+
+    def interrupted(module, path, **kwargs):
+        pathlib.Path(path, "half").write_text("written")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tf.saved_model, "save", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            export_saved_model(*lesson, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["7"]
+    assert (tmp_path / "7" / "saved_model.pb").read_text() == "of somebody else"
+
+    def quick(module, path, **kwargs):
+        pathlib.Path(path, "saved_model.pb").write_text("ours")
+
+    monkeypatch.setattr(tf.saved_model, "save", quick)
+    assert export_saved_model(*lesson, tmp_path) == tmp_path / "8"
+
+
+def test_a_model_with_another_vocabulary_than_its_tokenizer_is_refused(byte_model, lesson, tmp_path):
+    with pytest.raises(ValueError, match="20 in the tokenizer, 256 in the model"):
+        export_saved_model(byte_model, lesson[1], tmp_path / "never")
+    assert not (tmp_path / "never").exists()
+
+
+@pytest.mark.parametrize("content", ["nothing", "version without a model", "other model"])
+def test_a_folder_that_is_no_export_is_refused(tmp_path, content):
+    if content == "version without a model":
+        (tmp_path / "1").mkdir()
+    if content == "other model":
+        tf.saved_model.save(tf.Module(), str(tmp_path / "1"))
+    with pytest.raises(ValueError, match="no export to load"):
+        load_saved_model(tmp_path)
+
+
+def test_the_card_says_what_the_export_is(lesson_path):
+    card = json.loads((lesson_path / "model_card.json").read_text(encoding="utf-8"))
+    assert card["about"] == {"data": "by hand"}
+    assert card["model"]["vocabulary_size"] == 20
+    assert card["model"]["sequence_length"] == 10
+    assert card["model"]["parameters"] == 20 * 8 + 10 * 8 + 3 * 64 + 8 * 20
+    assert card["versions"]["tensorflow"] == tf.__version__
+    for name, digest in card["sha256"].items():
+        assert hashlib.sha256((lesson_path / name).read_bytes()).hexdigest() == digest
+    assert {answer["signature"] for answer in card["answers"]} >= {
+        "serving_default",
+        "generate",
+        "score",
+    }
+
+
+def test_verify_passes_an_export_and_says_so(lesson_path, capsys):
+    assert command(["verify", str(lesson_path.parent)]) == 0
+    printed = capsys.readouterr().out
+    assert "checks passed" in printed
+    assert "generate_xla" in printed
+    assert "XLA disabled" in printed
+
+
+def test_verify_fails_a_changed_answer_a_changed_file_and_a_compiled_operation(lesson_path):
+    card = json.loads((lesson_path / "model_card.json").read_text(encoding="utf-8"))
+    assert _check_alone.check_files(lesson_path, card)[2]
+    card["sha256"]["saved_model.pb"] = "0" * 64
+    assert not _check_alone.check_files(lesson_path, card)[2]
+    answer = next(answer for answer in card["answers"] if answer["signature"] == "score")
+    outputs = {name: _check_alone.from_json(part) for name, part in answer["outputs"].items()}
+    assert _check_alone.compare("score", outputs, answer["outputs"])[2]
+    for name, change in (("loss", 0.01), ("token_ids", 1)):
+        changed = {**outputs, name: outputs[name] + tf.cast(change, outputs[name].dtype)}
+        assert not _check_alone.compare("score", changed, answer["outputs"])[2]
+    assert all(row[2] for row in _check_alone.check_operations(lesson_path))
+
+
+def test_verify_sees_a_compiled_function_in_a_plain_signature(tmp_path):
+    module = tf.Module()
+    compiled = tf.function(lambda x: x + 1.0, jit_compile=True)
+    module.f = tf.function(compiled, input_signature=[tf.TensorSpec((None,), tf.float32, name="x")])
+    tf.saved_model.save(module, str(tmp_path / "1"), signatures={"generate": module.f})
+    [row] = _check_alone.check_operations(tmp_path / "1")
+    assert not row[2]
+    assert "compiled function" in row[1]
+
+
+def test_verify_without_a_card_or_an_export_is_bad_input(lesson_path, tmp_path, capsys):
+    assert command(["verify", str(tmp_path)]) == 2
+    assert "no export to load" in capsys.readouterr().err
+    shutil.copytree(lesson_path, tmp_path / "1")
+    (tmp_path / "1" / "model_card.json").unlink()
+    with pytest.raises(ValueError, match=r"Expected model_card\.json"):
+        verify_saved_model(tmp_path)
+
+
+def test_a_moved_export_runs_in_a_process_that_knows_tensorflow_alone_without_xla(
+    byte_path, byte_loaded, tmp_path
+):
+    moved = tmp_path / "elsewhere" / "3"
+    shutil.copytree(byte_path, moved)
+    program = """
+        import sys
+        import tensorflow as tf
+        sys.path.insert(0, sys.argv[2])
+        import _check_alone
+        _check_alone.disable_xla()
+        loaded = tf.saved_model.load(sys.argv[1])
+        row = lambda value: tf.constant([value])
+        inputs = dict(prompt=row("To be"), max_new_tokens=row(6), temperature=row(1.0), top_k=row(0),
+                      top_p=row(1.0), seed=row(3), stop=row(""))
+        print(loaded.signatures["generate"](**inputs)["completion_bytes"][0].numpy().hex())
+        try:
+            loaded.signatures["generate_xla"](**inputs)
+        except tf.errors.OpError as error:
+            print("refused", "XLA" in error.message)
+        assert not any(name.split(".")[0] == "keras_tinyattn" for name in sys.modules)
+    """
+    result = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            textwrap.dedent(program),
+            str(moved),
+            str(pathlib.Path(_check_alone.__file__).parent),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    completion, refused = result.stdout.split("\n", 1)
+    expected = byte_loaded.generate("To be", 6, temperature=1.0, seed=3)["completion_bytes"][0]
+    assert bytes.fromhex(completion) == expected
+    assert refused.strip() == "refused True"
+
+
+def test_the_warm_up_names_plain_signatures_only(lesson_path):
+    records = list(
+        tf.data.TFRecordDataset(str(lesson_path / "assets.extra" / "tf_serving_warmup_requests"))
+    )
+    assert len(records) >= 4
+    for record in records:
+        assert b"generate_xla" not in record.numpy()
+    assert b"serving_default" in records[0].numpy()
+
+
+def random_requests(count, seed):
+    """Requests of every kind, valid and not."""
+    draw = np.random.default_rng(seed)
+    for _ in range(count):
+        rows = int(draw.integers(1, 5))
+        yield {
+            "prompt": tf.constant([draw.bytes(draw.integers(0, 27)) for _ in range(rows)]),
+            "max_new_tokens": tf.constant(draw.integers(-1, 30, rows), tf.int32),
+            "temperature": tf.constant(
+                draw.choice([0, 0, 0.7, 1, 1e6, 1e-6, -1, np.nan], rows), tf.float32
+            ),
+            "top_k": tf.constant(draw.choice([0, 0, 1, 5, 256, 300, -1], rows), tf.int32),
+            "top_p": tf.constant(draw.choice([1, 1, 0.9, 0.1, 1e-9, 0, 1.5], rows), tf.float32),
+            "seed": tf.constant(draw.integers(-(2**31), 2**31, rows), tf.int32),
+            "stop": tf.constant([draw.bytes(draw.choice([0, 0, 1, 2, 9])) for _ in range(rows)]),
+        }
+
+
+def is_valid(request):
+    lengths = [len(text) for text in request["prompt"].numpy()]
+    return (
+        all(1 <= length <= 24 for length in lengths)
+        and (request["max_new_tokens"].numpy() >= 0).all()
+        and (request["temperature"].numpy() >= 0).all()
+        and (request["top_k"].numpy() >= 0).all()
+        and ((request["top_p"].numpy() > 0) & (request["top_p"].numpy() <= 1)).all()
+        and all(len(stop) <= 8 for stop in request["stop"].numpy())
+    )
+
+
+def check_random_requests(loaded, count, seed):
+    """Answer or refuse every request as documented; the numbers of both."""
+    probe = loaded.generate("To be", 5, temperature=1.0, seed=1)["token_ids"].tolist()
+    answered = refused = 0
+    for request in random_requests(count, seed):
+        if not is_valid(request):
+            with pytest.raises(tf.errors.InvalidArgumentError, match="Expected"):
+                loaded.signatures["generate"](**request)
+            refused += 1
+            continue
+        outputs = {name: x.numpy() for name, x in loaded.signatures["generate"](**request).items()}
+        lengths = np.array([len(text) for text in request["prompt"].numpy()])
+        budget = np.minimum(request["max_new_tokens"].numpy(), 24 - lengths)
+        added = outputs["length"] - lengths
+        stopped = outputs["finish_reason"] == b"stop"
+        assert (added <= budget).all()
+        assert (added[~stopped] == budget[~stopped]).all()
+        assert np.isfinite(outputs["new_logprobs"]).all()
+        assert outputs["token_ids"].shape[1] == outputs["length"].max()
+        for row, (text, raw) in enumerate(
+            zip(outputs["text"], outputs["completion_bytes"], strict=True)
+        ):
+            text.decode()
+            stop = request["stop"].numpy()[row]
+            assert len(raw) == added[row] - (len(stop) if stopped[row] else 0)
+            assert not stop or stop not in raw
+        answered += 1
+    assert loaded.generate("To be", 5, temperature=1.0, seed=1)["token_ids"].tolist() == probe
+    return answered, refused
+
+
+def test_some_random_requests_are_answered_or_refused_as_documented(byte_loaded):
+    answered, refused = check_random_requests(byte_loaded, 150, seed=1)
+    assert answered > 15
+    assert refused > 50
+
+
+@pytest.mark.slow
+def test_ten_thousand_random_requests_are_answered_or_refused_as_documented(byte_loaded):
+    answered, refused = check_random_requests(byte_loaded, 10_000, seed=2)
+    assert answered > 1000
+    assert refused > 1000
+
+
+def test_the_committed_export_gives_the_ids_of_a_fresh_one(loaded):
+    committed = load_saved_model(COMMITTED)
+    for prompt in ("The cat sat", "The dog", "man bites", "<eos> <eos>"):
+        for given in ({}, {"temperature": 1.0, "seed": 5}):
+            ours, fresh = (x.generate(prompt, 5, **given) for x in (committed, loaded))
+            assert ours["token_ids"].tolist() == fresh["token_ids"].tolist()
+            assert ours["text"].tolist() == fresh["text"].tolist()
