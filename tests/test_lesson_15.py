@@ -324,10 +324,15 @@ def test_training_brings_the_loss_below_guessing_and_writes_a_whole_sentence(num
     assert "without an '<eos>'" in text
 
 
-def test_training_repeats_to_the_last_bit(numbers):
+def test_training_repeats_to_the_last_bit_and_the_last_loss_is_that_after_it(numbers, monkeypatch):
     model, tokenizer = lesson_model().reference_model()
-    losses = lesson_model().train(model, tokenizer, steps=3)
-    assert losses == numbers["training"]["losses"][:3]
+    monkeypatch.setattr(lesson(), "train", lambda *args: lesson_model().train(*args, steps=3))
+    rows = lesson_model().training_rows(tokenizer)
+    losses = lesson().learn(model, tokenizer, [1, 2, 3], rows)["losses"]
+    assert losses[:3] == numbers["training"]["losses"][:3]
+    # The last one is computed eagerly, and was by XLA as the first loss of a fourth step.
+    assert losses[3] == pytest.approx(numbers["training"]["losses"][3], abs=TOLERANCE)
+    assert len(losses) == 4
 
 
 def test_the_least_loss_worked_out_by_hand():
