@@ -87,7 +87,7 @@ def generate(options):
     try:
         loaded = tf.saved_model.load(str(version))
         run = loaded.signatures["generate_xla" if options.xla else "generate"]
-    except (KeyError, tf.errors.OpError) as error:
+    except (KeyError, OSError, tf.errors.OpError) as error:
         raise ValueError(_no_export(options.model)) from error
     settings = {
         "prompt": tf.constant([options.prompt]),

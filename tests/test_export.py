@@ -16,6 +16,8 @@ import tensorflow as tf
 
 from keras_tinyattn import (
     ByteTokenizer,
+    CharTokenizer,
+    causal_lm_from_gpt2,
     export_saved_model,
     generate,
     gpt,
@@ -407,10 +409,13 @@ def test_a_model_with_another_vocabulary_than_its_tokenizer_is_refused(byte_mode
     assert not (tmp_path / "never").exists()
 
 
-@pytest.mark.parametrize("content", ["nothing", "version without a model", "other model"])
+@pytest.mark.parametrize("content", ["nothing", "version without a model", "other model", "broken"])
 def test_a_folder_that_is_no_export_is_refused(tmp_path, content):
     if content == "version without a model":
         (tmp_path / "1").mkdir()
+    if content == "broken":
+        (tmp_path / "1").mkdir()
+        (tmp_path / "1" / "saved_model.pb").write_bytes(b"not a graph")
     if content == "other model":
         tf.saved_model.save(tf.Module(), str(tmp_path / "1"))
     with pytest.raises(ValueError, match="no export to load"):
@@ -598,6 +603,21 @@ def test_ten_thousand_random_requests_are_answered_or_refused_as_documented(byte
     answered, refused = check_random_requests(byte_loaded, 10_000, seed=2)
     assert answered > 1000
     assert refused > 1000
+
+
+def test_a_gpt2_that_others_trained_sorts_digits_as_an_export(shared_folder, tmp_path):
+    folder = shared_folder("models/gpt_nano_sort")
+    with np.load(folder / "golden.npz") as golden:
+        prompts = ["".join(map(str, row[:6])) for row in golden["idx"]]
+    model = causal_lm_from_gpt2(folder / "weights.npz", num_heads=3)
+    loaded = load_saved_model(export_saved_model(model, CharTokenizer("012"), tmp_path))
+    # Eleven positions: six digits and five of the answer; the sixth is drawn, but never stands there.
+    outputs = loaded.generate(prompts, 5)
+    last = loaded.signatures["prefill"](
+        prompt_ids=outputs["token_ids"], prompt_length=outputs["length"]
+    )["logits"]
+    for prompt, five, logits in zip(prompts, outputs["completion"], last, strict=True):
+        assert five.decode() + str(np.argmax(logits)) == "".join(sorted(prompt))
 
 
 def test_the_committed_export_gives_the_ids_of_a_fresh_one(loaded):

@@ -77,7 +77,10 @@ class LoadedModel:
     def __init__(self, path):
         self.path = version_folder(path)
         # Held for life: the signatures alone would not keep the variables.
-        self._loaded = tf.saved_model.load(str(self.path))
+        try:
+            self._loaded = tf.saved_model.load(str(self.path))
+        except (OSError, tf.errors.OpError) as error:
+            raise ValueError(_NO_EXPORT.format(path=path)) from error
         self.signatures = dict(self._loaded.signatures)
         if "generate" not in self.signatures:
             raise ValueError(_NO_EXPORT.format(path=path))
