@@ -85,10 +85,15 @@ def follow(arguments, strategy):
     if arguments.resume:
         directory.check_text(settings, text)
     tokenizer = make_tokenizer(settings["tokenizer"], text)
-    learn_from, judge_by = training.split_token_ids(
-        tokenizer.encode(text), settings["validation_share"]
-    )
+    token_ids = tokenizer.encode(text)
+    learn_from, judge_by = training.split_token_ids(token_ids, settings["validation_share"])
     check_length(learn_from, settings)
+    prompt = tokenizer.encode(arguments.prompt) if arguments.prompt else token_ids[:1]
+    if not 0 < len(prompt) <= settings["sequence_length"]:
+        raise ValueError(
+            f"--prompt has {len(prompt)} tokens. "
+            f"The model reads 1 to {settings['sequence_length']}."
+        )
     model, optimizer = make_model(settings, tokenizer.vocabulary_size, strategy)
     if chief and not arguments.resume:
         directory.create(settings, text, tokenizer)
@@ -150,7 +155,7 @@ def follow(arguments, strategy):
                     if history.last_is_best():
                         directory.save_model(model)
                 if due["sample"]:
-                    written = sample(model, tokenizer, arguments, text, taken)
+                    written = sample(model, tokenizer, prompt, arguments.sample_tokens, taken)
                     output.print(f"Step {taken:,} writes {written!r}", markup=False, soft_wrap=True)
                     log_text("sample", written, taken)
                 if due["checkpoint"] or stopped:
@@ -262,7 +267,7 @@ def parse_arguments(argv):
     option(group, "--evaluate-every", "steps between evaluations (default: 10 in all)", type=int)
     option(group, "--sample-every", "steps between samples of the model's writing", type=int)
     option(group, "--sample-tokens", "length of a sample, in tokens (default: 100)", type=int)
-    option(group, "--prompt", "what a sample begins with (default: the text's first character)")
+    option(group, "--prompt", "what a sample begins with (default: the text's first token)")
     option(group, "--json", "write losses and settings to this file", metavar="FILE")
     option(group, "--plot", "draw the losses to this file", metavar="FILE")
     arguments = parser.parse_args(argv)
@@ -449,9 +454,9 @@ def make_judge(model, tokenizer, judge_by, history):
     return judge
 
 
-def sample(model, tokenizer, arguments, text, taken):
-    prompt = tokenizer.encode(arguments.prompt or text[:1])
-    written = model.generate(prompt, arguments.sample_tokens, temperature=0.8, seed=taken)
+def sample(model, tokenizer, prompt, length, seed):
+    """What the model writes after the prompt."""
+    written = model.generate(prompt, length, temperature=0.8, seed=seed)
     return tokenizer.decode(written.token_ids[: written.lengths])
 
 

@@ -1,0 +1,350 @@
+"""scripts/train.py: what a run leaves behind, how it goes on, and what it refuses."""
+
+import importlib
+import json
+import os
+import pathlib
+import random
+import re
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import keras
+import numpy as np
+import pytest
+
+from keras_tinyattn import load_tokenizer
+
+SCRIPTS = pathlib.Path(__file__).parents[1] / "scripts"
+TEXT = "the cat sat on the mat; the dog sat on the log. " * 12  # no newline at the end
+SMALL = (
+    *("--steps", "6", "--checkpoint-every", "2", "--evaluate-every", "3", "--batch-size", "4"),
+    *("--sequence-length", "8", "--hidden-dim", "6", "--num-heads", "3", "--num-layers", "1"),
+    *("--dropout", "0.25", "--seed", "7"),
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _scripts_can_be_imported():
+    policy = keras.config.dtype_policy()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPTS))
+        yield
+    keras.config.set_dtype_policy(policy)
+
+
+def train(*options):
+    importlib.import_module("train").main([*map(str, options)])
+
+
+def history(directory):
+    """Losses by step, and evaluations by step."""
+    entries = [json.loads(line) for line in (directory / "history.jsonl").read_text().splitlines()]
+    return (
+        {entry["step"]: entry["loss"] for entry in entries if "loss" in entry},
+        {entry["step"]: entry["validation_loss"] for entry in entries if "validation_loss" in entry},
+    )
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "cat.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture(scope="module")
+def unbroken(text, tmp_path_factory):
+    """The directory of a run from its first step to its last."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    extra = ("--json", folder / "numbers.json", "--plot", folder / "losses.png", "--sample-every", 6)
+    train("--text", text, "--out", folder / "run", *SMALL, *extra)
+    return folder / "run"
+
+
+def test_a_run_leaves_what_it_has_measured_its_tokenizer_and_its_model(unbroken):
+    losses, evaluations = history(unbroken)
+    assert list(losses) == [1, 2, 3, 4, 5, 6]
+    assert list(evaluations) == [3, 6]
+    numbers = json.loads((unbroken.parent / "numbers.json").read_text())
+    assert numbers["losses"] == list(losses.values())
+    assert (unbroken.parent / "losses.png").read_bytes().startswith(b"\x89PNG")
+    tokenizer = load_tokenizer(unbroken / "tokenizer.json")
+    assert tokenizer.vocabulary == tuple(sorted(set(TEXT)))
+    assert list((unbroken / "logs").iterdir())
+
+    model = keras.saving.load_model(unbroken / "model.keras")
+    token_ids = np.array([tokenizer.encode(TEXT)[-58:]])
+    judge_by = token_ids[0]
+    total = 0.0
+    for start in range(0, 57, 8):
+        window = judge_by[start : min(start + 8, 57)]
+        logits = model(window[None]).numpy()[0].astype("float64")
+        shares = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        total -= shares[np.arange(len(window)), judge_by[start + 1 : start + 1 + len(window)]].sum()
+    # The model kept is the one that did best on the text kept back: 58 of 576 characters.
+    assert total / 57 == pytest.approx(min(evaluations.values()), rel=1e-5)
+
+
+def test_a_run_that_was_killed_goes_on_bit_for_bit_as_if_it_had_not_been(unbroken, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(unbroken, run)
+    # As `kill -9` leaves it in the middle of writing the checkpoint of step 6.
+    for path in (run / "checkpoints").glob("ckpt-6*"):
+        path.unlink()
+    (run / "checkpoints" / "ckpt-6_temp").mkdir()
+    with open(run / "history.jsonl", "r+") as file:
+        file.truncate(len(file.read()) - 5)
+    train("--out", run, "--resume", "--checkpoint-every", 2, "--evaluate-every", 3)
+    assert history(run) == history(unbroken)
+    assert sorted(path.name for path in (run / "checkpoints").glob("*.index")) == [
+        "ckpt-4.index",
+        "ckpt-6.index",
+    ]
+    one, two = (keras.saving.load_model(path / "model.keras").get_weights() for path in (run, unbroken))
+    for left, right in zip(one, two, strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+def start(*options, **kwargs):
+    command = [sys.executable, str(SCRIPTS / "train.py"), *map(str, options)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, **pipes, **kwargs)
+
+
+def wait_for(path, process, seconds=240):
+    for _ in range(seconds * 10):
+        if path.exists() or process.poll() is not None:
+            break
+        time.sleep(0.1)
+    assert path.exists(), process.communicate()
+
+
+def test_term_saves_a_checkpoint_and_says_how_to_go_on(text, tmp_path):
+    run = tmp_path / "run"
+    options = (*SMALL, "--steps", 100000)
+    process = start("--text", text, "--out", run, *options, "--evaluate-every", 100000)
+    wait_for(run / "checkpoints" / "checkpoint", process)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert err == ""
+    assert f"--out {run} --resume" in out
+    losses, _ = history(run)
+    newest = max(int(path.stem.split("-")[1]) for path in (run / "checkpoints").glob("*.index"))
+    assert list(losses) == list(range(1, newest + 1))
+    assert f"Stopped at step {newest:,} of 100,000" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--text", "missing.txt"], "No such file or directory: .*missing.txt"),
+        (["--text", "."], "Is a directory: "),
+        (["--text", "empty.txt"], "needs something to learn from, but '.*empty.txt' is empty"),
+        (["--text", "latin.txt"], "needs UTF-8, but byte 3 of '.*latin.txt' is no part of it"),
+        (
+            ["--text", "short.txt", "--sequence-length", "8", "--validation-share", "0"],
+            "need 9 tokens, and there are 8 to learn from",
+        ),
+        (["--steps", "0"], "--steps must be 1 or more, but 0 was received"),
+        (["--hidden-dim", "6", "--num-heads", "4"], "Expected num_heads to divide hidden_dim"),
+        (["--dropout", "1"], r"Expected a number in \[0, 1\). Received: dropout=1.0"),
+        (["--validation-share", "1"], r"Expected a number in \[0, 1\)"),
+        (["--learning-rate", "nan"], "--learning-rate must be a finite number of at least 0"),
+        (["--steps", "5", "--warmup-steps", "5"], "Expected warmup_steps from 0 to 4"),
+        (["--seed", "2147483648"], "--seed must fit 32 bits"),
+        (["--plot", "losses.txt"], "--plot needs a file that can be written"),
+        (["--json", "missing/numbers.json"], "the directory '.*missing' does not exist"),
+        (["--out", "short.txt"], "--out needs a directory, but 'short.txt' is a file"),
+        (["--resume"], "--resume goes on with a run, but 'run' holds none"),
+        (["--strategy", "multiworker"], "TF_CONFIG, which is not set"),
+        (["--prompt", "q"], "Received also: q"),
+    ],
+)
+def test_what_cannot_work_is_one_sentence_exit_code_2_and_leaves_nothing(
+    options, message, text, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("empty.txt").touch()
+    pathlib.Path("latin.txt").write_bytes(b"caf\xe9 noir" * 50)
+    pathlib.Path("short.txt").write_text("eight ch")
+    before = sorted(os.listdir())
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    default = [] if "--text" in options or "--resume" in options else ["--text", str(text)]
+    out = [] if "--out" in options else ["--out", "run"]
+    with pytest.raises(SystemExit, match="2"):
+        importlib.import_module("_start").run(
+            importlib.import_module("train").main, [*default, *out, *options]
+        )
+    error = capsys.readouterr().err
+    assert error.startswith("train.py: error: ")
+    assert error.count("\n") == 1
+    assert re.search(message, error), error
+    assert sorted(os.listdir()) == before
+
+
+def test_a_run_is_neither_overwritten_nor_gone_on_with_in_another_way(unbroken, text, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(unbroken, run)
+    with pytest.raises(ValueError, match=r"already holds a run\. Go on with it by --resume"):
+        train("--text", text, "--out", run, *SMALL)
+    with pytest.raises(ValueError, match=r"has learning_rate=0\.003, so it cannot go on with 0\.1"):
+        train("--out", run, "--resume", "--learning-rate", 0.1)
+    settings = json.loads((run / "run.json").read_text())
+    other = tmp_path / "other.txt"
+    other.write_text(TEXT + "!")
+    (run / "run.json").write_text(json.dumps({**settings, "text": str(other)}))
+    with pytest.raises(ValueError, match=r"is not the text that the run .* began with"):
+        train("--out", run, "--resume")
+
+
+def test_one_character_repeated_leaves_nothing_to_doubt(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("a" * 40)
+    train("--text", path, "--out", tmp_path / "a", *SMALL, "--steps", 1)
+    losses, evaluations = history(tmp_path / "a")
+    assert losses == {1: 0.0}  # One token that can come: no doubt, no loss.
+    assert evaluations == {1: 0.0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["byte", "word"])
+def test_other_tokens_are_learned_too(kind, text, tmp_path):
+    train("--text", text, "--tokenizer", kind, "--out", tmp_path / kind, *SMALL)
+    losses, _ = history(tmp_path / kind)
+    assert losses[6] < losses[1]
+    keras.saving.load_model(tmp_path / kind / "model.keras")
+
+
+@pytest.mark.slow
+def test_mixed_precision_learns_and_goes_on_in_it(text, tmp_path):
+    run = tmp_path / "run"
+    train("--text", text, "--out", run, *SMALL, "--mixed-precision")
+    losses, _ = history(run)
+    for path in (run / "checkpoints").glob("ckpt-6*"):
+        path.unlink()
+    train("--out", run, "--resume", "--evaluate-every", 3)
+    assert history(run)[0] == losses
+
+
+def test_two_devices_lose_what_one_loses(text, tmp_path):
+    # Without dropout, whose draws are a device's own.
+    options = ("--text", text, *SMALL, "--dropout", 0, "--steps", 4)
+    process = start("--out", tmp_path / "two", *options, "--strategy", "mirrored", "--devices", 2)
+    train("--out", tmp_path / "one", *options)
+    _, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    one, two = history(tmp_path / "one"), history(tmp_path / "two")
+    # Sums in another order, in float32, over four steps.
+    np.testing.assert_allclose(list(two[0].values()), list(one[0].values()), rtol=1e-5)
+    np.testing.assert_allclose(list(two[1].values()), list(one[1].values()), rtol=1e-5)
+
+
+def free_ports(count):
+    sockets = [socket.socket() for _ in range(count)]
+    for number in sockets:
+        number.bind(("127.0.0.1", 0))
+    ports = [number.getsockname()[1] for number in sockets]
+    for number in sockets:
+        number.close()
+    return ports
+
+
+def start_workers(*options):
+    workers = [f"127.0.0.1:{port}" for port in free_ports(2)]
+    return [
+        start(
+            *options,
+            "--strategy",
+            "multiworker",
+            env={
+                **os.environ,
+                "TF_CONFIG": json.dumps(
+                    {"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}}
+                ),
+            },
+        )
+        for index in range(2)
+    ]
+
+
+@pytest.mark.slow
+def test_two_workers_lose_what_one_loses_write_once_and_go_on(text, tmp_path):
+    options = ("--text", text, *SMALL, "--dropout", 0)
+    processes = start_workers("--out", tmp_path / "two", *options)
+    train("--out", tmp_path / "one", *options)
+    for process in processes:
+        _, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+    one = history(tmp_path / "one")[0]
+    np.testing.assert_allclose(
+        list(history(tmp_path / "two")[0].values()), list(one.values()), rtol=1e-5
+    )
+    for path in (tmp_path / "two" / "checkpoints").glob("ckpt-6*"):
+        path.unlink()
+    for process in start_workers("--out", tmp_path / "two", "--resume"):
+        _, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+    np.testing.assert_allclose(
+        list(history(tmp_path / "two")[0].values()), list(one.values()), rtol=1e-5
+    )
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_worker_stops_both_at_the_same_step(text, tmp_path):
+    options = (*SMALL, "--steps", 100000)
+    processes = start_workers("--text", text, "--out", tmp_path / "run", *options)
+    wait_for(tmp_path / "run" / "checkpoints" / "checkpoint", processes[0])
+    processes[1].send_signal(signal.SIGTERM)
+    for process in processes:
+        _, err = process.communicate(timeout=300)
+        assert process.returncode == 128 + signal.SIGTERM, err
+
+
+@pytest.mark.slow
+def test_killed_again_and_again_at_random_steps_it_ends_as_the_unbroken_run(text, tmp_path):
+    options = (*SMALL, "--steps", 400, "--evaluate-every", 100, "--checkpoint-every", 5)
+    train("--text", text, "--out", tmp_path / "unbroken", *options)
+    run = tmp_path / "run"
+    draw = random.Random(1)
+    for attempt in range(6):
+        begin = ("--text", text, "--out", run, *options)
+        again = ("--out", run, "--resume", "--evaluate-every", 100, "--checkpoint-every", 5)
+        process = start(*(again if attempt else begin))
+        steps = sorted((run / "checkpoints").glob("*.index"))
+        wait_for(run / "checkpoints" / "checkpoint", process)
+        while process.poll() is None and sorted((run / "checkpoints").glob("*.index")) == steps:
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0.0, 0.3))
+        process.kill()
+        process.communicate()
+    train("--out", run, "--resume", "--evaluate-every", 100, "--checkpoint-every", 5)
+    assert history(run) == history(tmp_path / "unbroken")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [20_000, 60_000])
+def test_a_full_disk_leaves_the_last_checkpoint_whole(size, text, tmp_path):
+    # A file of at most `size` bytes stands for a full disk: the same failure of the same write.
+    def limit():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+    run = tmp_path / "run"
+    train("--text", text, "--out", run, *SMALL)
+    for path in (run / "checkpoints").glob("ckpt-6*"):
+        path.unlink()
+    process = start("--out", run, "--resume", "--checkpoint-every", 1, preexec_fn=limit)
+    _, err = process.communicate(timeout=240)
+    assert process.returncode == 2
+    assert err.startswith("train.py: error: ")
+    assert err.count("\n") == 1
+    assert (run / "checkpoints" / "ckpt-4.index").exists()
+    train("--out", run, "--resume")
+    assert list(history(run)[0]) == [1, 2, 3, 4, 5, 6]
