@@ -32,7 +32,13 @@ _ON_DEMAND = {
     "sampling": ("filter_logits", "sample"),
     "generation": ("Generation", "generate", "stream"),
     "export": ("Check", "LoadedModel", "export_saved_model", "load_saved_model", "verify_saved_model"),
-    "plotting": ("plot_attention", "plot_trace"),
+    "plotting": (
+        "plot_attention",
+        "plot_cached_steps",
+        "plot_distributions",
+        "plot_losses",
+        "plot_trace",
+    ),
 }
 
 __all__ = ["__version__", "functional", *_layers, *_model, *_gpt2]

@@ -269,11 +269,10 @@ def test_one_training_step_gives_every_variable_a_gradient(cls, on_every_path):
                 assert np.any(gradient), (path, variable.path)
 
 
-@pytest.mark.parametrize("jit_compile", [False, True])
-def test_a_model_of_every_layer_compiles_and_fits(jit_compile):
+def test_a_model_of_every_layer_fits_when_compiled():
     model, x = _whole_model(), _inputs(TokenAndPositionEmbedding, 8, T)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.Adam(0.02), loss, jit_compile=jit_compile)
+    model.compile(keras.optimizers.Adam(0.02), loss, jit_compile=True)
     losses = model.fit(x, x, epochs=20, batch_size=4, verbose=0).history["loss"]
     assert losses[-1] < 0.9 * losses[0]
 
