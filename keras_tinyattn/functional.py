@@ -114,7 +114,10 @@ def attention_weights(scores, mask=None, rows_may_be_empty=True):
     if mask is None:
         return softmax(scores)
     scores = at_least_float32(scores)
-    weights = softmax(ops.where(mask, scores, _lowest(scores.dtype)))
+    # One pass over the scores where a selection takes two, and no pass in the gradient. Subtracted, not
+    # added: TensorFlow may fuse an addition of rank 4 into the product, at sixty times the cost.
+    penalty = ops.where(mask, ops.cast(0.0, scores.dtype), _huge(scores.dtype))
+    weights = softmax(scores - penalty)
     if rows_may_be_empty:
         weights = ops.where(ops.any(mask, axis=-1, keepdims=True), weights, 0.0)
     return weights
@@ -159,17 +162,14 @@ def blockwise_attention(queries, keys, values, key_mask=None, causal=False, bloc
             f"Expected as many queries as keys. Received: {T} queries and {S} keys. "
             "Give windows of equal length, or use dense attention."
         )
-    if key_mask is None:
-        key_mask = ops.ones((ops.shape(keys)[0], ops.shape(keys)[2]), dtype="bool")
     # The unit of work is one row of the batch: its blocks fit a processor's cache, whatever B is.
     rows, head_dim = ops.shape(queries)[0], queries.shape[3]
     num_heads = queries.shape[1]
     query_blocks = -(-ops.shape(queries)[2] // block_size)
     key_blocks = -(-ops.shape(keys)[2] // block_size)
     dtype = "float64" if backend.standardize_dtype(values.dtype) == "float64" else "float32"
-    statistic_shape = (num_heads, block_size, 1)
-    tail = ops.arange(block_size)
-    on_diagonal = causal_mask(tail, tail)
+    within = ops.arange(block_size)
+    on_diagonal = causal_mask(within, within)
 
     def split(x, num_blocks):
         """(B, H, T, K) -> (B * blocks, H, block_size, K), the last block filled up with zeros."""
@@ -186,24 +186,29 @@ def blockwise_attention(queries, keys, values, key_mask=None, causal=False, bloc
         )
         return x[:, :, :length]
 
-    mask_blocks = ops.reshape(
-        ops.pad(key_mask, ((0, 0), (0, key_blocks * block_size - ops.shape(key_mask)[1]))),
-        (rows * key_blocks, block_size),
-    )
+    if key_mask is None and not causal and (S is None or S % block_size):
+        # The keys that fill up the last block. Under a causal mask no query looks as far.
+        key_mask = ops.ones((rows, ops.shape(keys)[2]), dtype="bool")
+    if key_mask is not None:
+        mask_blocks = ops.reshape(
+            ops.pad(key_mask, ((0, 0), (0, key_blocks * block_size - ops.shape(key_mask)[1]))),
+            (rows * key_blocks, 1, block_size),
+        )
 
-    def first_key_block(i):
-        return i // query_blocks * key_blocks
+    def pair_scores(query, key, j, diagonal, keys_in_rows=False):
+        """Scores of a query block and key block j, (H, block_size, block_size), -inf where masked."""
+        mask = on_diagonal if diagonal else None
+        if key_mask is not None:
+            seen = _block(mask_blocks, j)
+            mask = seen if mask is None else mask & seen
+        scores = attention_scores(key, query) if keys_in_rows else attention_scores(query, key)
+        if mask is None:
+            return scores
+        return ops.where(ops.swapaxes(mask, -1, -2) if keys_in_rows else mask, scores, float("-inf"))
 
-    def last_key_block(i):
-        return i if causal else first_key_block(i) + key_blocks - 1
-
-    def pair_scores(query, key, i, j):
-        """(H, block_size, block_size) scores of query block i and key block j, -inf where masked."""
-        scores = attention_scores(query, key)
-        mask = _block(mask_blocks, j)[None, :]
-        if causal:
-            mask = mask & (on_diagonal | (i > j))
-        return ops.where(mask, scores, float("-inf"))
+    def finite(maximum):
+        # A query that has seen no key yet has the maximum -inf; -inf - -inf is not a number.
+        return maximum if key_mask is None else ops.where(maximum == float("-inf"), 0.0, maximum)
 
     @ops.custom_gradient
     def attend(queries, keys, values):
@@ -213,40 +218,35 @@ def blockwise_attention(queries, keys, values, key_mask=None, causal=False, bloc
         def attend_one_query_block(i, outputs, logsumexps):
             query = _block(query_parts, i)
 
-            def add_one_key_block(j, output, maximum, total):
-                scores = pair_scores(query, _block(key_parts, j), i, j)
-                higher = ops.maximum(maximum, ops.max(scores, axis=-1, keepdims=True))
-                # A query that has seen no key yet has the maximum -inf; -inf - -inf is not a number.
-                finite = ops.where(higher == float("-inf"), 0.0, higher)
-                shrink = ops.exp(maximum - finite)
-                weights = ops.exp(scores - finite)
+            def attend_one_key_block(j, scores, maximum):
+                weights = ops.exp(scores - finite(maximum))
                 attended = ops.matmul(ops.cast(weights, values.dtype), _block(value_parts, j))
-                return (
-                    j + 1,
-                    output * shrink + ops.cast(attended, dtype),
-                    higher,
-                    total * shrink + ops.sum(weights, axis=-1, keepdims=True),
-                )
+                return ops.cast(attended, dtype), ops.sum(weights, axis=-1, keepdims=True)
 
-            zeros = ops.zeros(statistic_shape, dtype)
+            def add_one_key_block(j, output, maximum, total):
+                scores = pair_scores(query, _block(key_parts, j), j, diagonal=False)
+                higher = ops.maximum(maximum, ops.max(scores, axis=-1, keepdims=True))
+                shrink = ops.exp(maximum - finite(higher))
+                attended, weight = attend_one_key_block(j, scores, higher)
+                return j + 1, output * shrink + attended, higher, total * shrink + weight
+
+            # The diagonal comes first and by itself, so that no other pair needs a causal mask.
+            row = i // query_blocks * key_blocks
+            start = i if causal else row
+            scores = pair_scores(query, _block(key_parts, start), start, diagonal=causal)
+            maximum = ops.max(scores, axis=-1, keepdims=True)
+            output, total = attend_one_key_block(start, scores, maximum)
+            begin, end = (row, i) if causal else (row + 1, row + key_blocks)
             _, output, maximum, total = _while_loop(
-                lambda j, *_: j <= last_key_block(i),
-                add_one_key_block,
-                (
-                    first_key_block(i),
-                    ops.zeros((num_heads, block_size, head_dim), dtype),
-                    zeros - float("inf"),
-                    zeros,
-                ),
+                lambda j, *_: j < end, add_one_key_block, (begin, output, maximum, total)
             )
-            # Zero for a query with no key to see; its log-sum-exp then meets scores of -inf only.
-            empty = total == 0.0
-            total = ops.where(empty, 1.0, total)
-            logsumexp = ops.where(empty, 0.0, maximum) + ops.log(total)
+            if key_mask is not None:
+                # Zeros for a query with no key to see; its log-sum-exp then meets scores of -inf only.
+                total = ops.where(total == 0.0, 1.0, total)
             return (
                 i + 1,
                 _put(outputs, i, ops.cast(output / total, values.dtype)),
-                _put(logsumexps, i, logsumexp),
+                _put(logsumexps, i, ops.swapaxes(finite(maximum) + ops.log(total), -1, -2)),
             )
 
         _, outputs, logsumexps = _while_loop(
@@ -255,36 +255,48 @@ def blockwise_attention(queries, keys, values, key_mask=None, causal=False, bloc
             (
                 0,
                 ops.zeros_like(query_parts),
-                ops.zeros((rows * query_blocks, *statistic_shape), dtype),
+                ops.zeros((rows * query_blocks, num_heads, 1, block_size), dtype),
             ),
         )
 
         def gradient(*args, upstream=None):
             upstream = split(args[0] if upstream is None else upstream, query_blocks)
             # Row sums of dP * P, without P.
-            inner = ops.sum(
-                ops.cast(upstream, dtype) * ops.cast(outputs, dtype), axis=-1, keepdims=True
-            )
+            inner = ops.sum(ops.cast(upstream, dtype) * ops.cast(outputs, dtype), axis=-1)
+            inner = inner[:, :, None]
 
-            def one_pair(i, j, d_queries, d_keys, d_values):
-                query, key = _block(query_parts, i), _block(key_parts, j)
-                value, d_output = _block(value_parts, j), _block(upstream, i)
-                weights = ops.exp(pair_scores(query, key, i, j) - _block(logsumexps, i))
-                d_weights = attention_scores(d_output, value)
-                d_scores = ops.cast(weights * (d_weights - _block(inner, i)), values.dtype)
-                weights = ops.cast(weights, values.dtype)
-                d_queries = _add(d_queries, i, ops.matmul(d_scores, key))
-                d_keys = _add(d_keys, j, ops.matmul(ops.swapaxes(d_scores, -1, -2), query))
-                d_values = _add(d_values, j, ops.matmul(ops.swapaxes(weights, -1, -2), d_output))
-                done = ops.equal(j, last_key_block(i))
-                i = ops.where(done, i + 1, i)
-                return i, ops.where(done, first_key_block(i), j + 1), d_queries, d_keys, d_values
+            def differentiate_one_key_block(j, d_queries, d_keys, d_values):
+                key, value = _block(key_parts, j), _block(value_parts, j)
 
-            _, _, d_queries, d_keys, d_values = _while_loop(
-                lambda i, *_: i < rows * query_blocks,
-                one_pair,
+                def add_one_query_block(i, d_queries, d_key, d_value, diagonal=False):
+                    query, d_output = _block(query_parts, i), _block(upstream, i)
+                    # Keys in rows: two of the products then read the weights as they lie.
+                    scores = pair_scores(query, key, j, diagonal, keys_in_rows=True)
+                    weights = ops.exp(scores - _block(logsumexps, i))
+                    d_weights = attention_scores(value, d_output)
+                    d_scores = ops.cast(weights * (d_weights - _block(inner, i)), values.dtype)
+                    weights = ops.cast(weights, values.dtype)
+                    return (
+                        i + 1,
+                        _add(d_queries, i, ops.matmul(ops.swapaxes(d_scores, -1, -2), key)),
+                        d_key + ops.cast(ops.matmul(d_scores, query), dtype),
+                        d_value + ops.cast(ops.matmul(weights, d_output), dtype),
+                    )
+
+                zeros = ops.zeros((num_heads, block_size, head_dim), dtype)
+                row = j // key_blocks * query_blocks
+                i, sums = row, (d_queries, zeros, zeros)
+                if causal:
+                    i, *sums = add_one_query_block(j, *sums, diagonal=True)
+                _, d_queries, d_key, d_value = _while_loop(
+                    lambda i, *_: i < row + query_blocks, add_one_query_block, (i, *sums)
+                )
+                return j + 1, d_queries, _put(d_keys, j, d_key), _put(d_values, j, d_value)
+
+            _, d_queries, d_keys, d_values = _while_loop(
+                lambda j, *_: j < rows * key_blocks,
+                differentiate_one_key_block,
                 (
-                    0,
                     0,
                     ops.zeros(ops.shape(query_parts), dtype),
                     ops.zeros(ops.shape(key_parts), dtype),
@@ -307,9 +319,9 @@ def at_least_float32(x):
     return ops.cast(x, "float32") if dtype in ("float16", "bfloat16") else x
 
 
-def _lowest(dtype):
-    """The most negative finite number: after the softmax, exactly zero."""
-    return -1.7976931348623157e308 if backend.standardize_dtype(dtype) == "float64" else -3.4028235e38
+def _huge(dtype):
+    """Half the largest number: a score less this is zero after the softmax, and still finite."""
+    return 8.9e307 if backend.standardize_dtype(dtype) == "float64" else 1.7e38
 
 
 def _block(x, index):

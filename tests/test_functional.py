@@ -226,3 +226,17 @@ def test_causal_blockwise_attention_of_unequal_lengths_is_refused():
     x = ops.ones((1, 1, 3, 4))
     with pytest.raises(ValueError, match="Received: 3 queries and 2 keys"):
         functional.blockwise_attention(x, x[:, :, :2], x[:, :, :2], causal=True)
+
+
+@pytest.mark.parametrize("block_size", [3, 4])
+def test_blockwise_finds_low_scores_behind_a_masked_block(block_size):
+    # The first block is masked; a running maximum that started at 0 there would let exp(-500) vanish.
+    queries, keys = np.full((1, 1, 7, 1), -500.0), np.ones((1, 1, 7, 1))
+    values = np.arange(7.0).reshape(1, 1, 7, 1)
+    mask = np.array([[False] * 4 + [True] * 3])
+    attended = functional.blockwise_attention(
+        *map(ops.convert_to_tensor, (queries, keys, values)),
+        ops.convert_to_tensor(mask),
+        block_size=block_size,
+    )
+    np.testing.assert_allclose(attended, np.full((1, 1, 7, 1), 5.0), rtol=1e-6)
