@@ -30,6 +30,9 @@ class Checkpoints:
             model=[variable.value for variable in model.variables],
             optimizer=[variable.value for variable in optimizer.variables],
         )
+        # Made at the first save unless asked for: among several workers only one saves, and a variable
+        # must be made by all of them.
+        _ = self._checkpoint.save_counter
         self._manager = tf.train.CheckpointManager(self._checkpoint, str(directory), max_to_keep=keep)
 
     def save(self):
