@@ -50,5 +50,5 @@ def _listed(values):
     if values.dtype != tf.string:
         values = tf.strings.as_string(values, shortest=values.dtype.is_floating)
     # A message must be valid UTF-8, or whoever reads it fails in its turn.
-    listed = tf.strings.reduce_join(values[:10], separator=", ")
+    listed = tf.strings.reduce_join(values[:20], separator=", ")
     return tf.strings.unicode_transcode(listed, "UTF-8", "UTF-8", errors="replace")

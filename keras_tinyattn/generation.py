@@ -7,10 +7,10 @@
 A row stands at its own position, so prompts of unequal length share a batch, padded on the right.
 """
 
-import functools
 import weakref
 from typing import Any, NamedTuple
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -84,12 +84,13 @@ def generate(
     >>> generate(model, [[1, 2, 3], [4]], max_new_tokens=2, jit_compile=False).lengths
     array([5, 3], dtype=int32)
     """
+    _build(model)
     prompts, lengths, single = _pad_prompts(token_ids, pad_id)
     settings = _settings(
         len(lengths), max_new_tokens, temperature, top_k, top_p, seed, _stop_rows(stop, len(lengths))
     )
     with value_errors():
-        result = request_function(model, jit_compile)(prompts, lengths, settings, tf.constant(pad_id))
+        result = request_graph(model, jit_compile)(prompts, lengths, settings, tf.constant(pad_id))
     result = [array.numpy() for array in result]
     result[3] = result[3].astype(str)
     return Generation(*(array[0] for array in result) if single else result)
@@ -110,6 +111,7 @@ def stream(model, token_ids, max_new_tokens, **settings):
     Raises:
         ValueError: as `generate`; at the call, before the first token is asked for.
     """
+    _build(model)
     prompts, lengths, single = _pad_prompts(token_ids, 0)
     if not single:
         raise ValueError(
@@ -123,7 +125,7 @@ def stream(model, token_ids, max_new_tokens, **settings):
     settings = {**known, **settings}
     settings["stop"] = _stop_rows(settings["stop"], 1)
     settings = _settings(1, max_new_tokens, **settings)
-    start, step = _stepwise(model)
+    start, step = _stepwise_graphs(model)
     with value_errors():
         state = start(prompts, lengths, settings)
 
@@ -190,9 +192,6 @@ def _continue(model, prompt_ids, prompt_lengths, settings, pad_id, jit_compile):
     """Prompts that were checked to a `Generation` of tensors."""
     budget = _budget(model, prompt_lengths, settings)
     if jit_compile:
-        run = tf.function(
-            lambda *args: _run(model, *args, slots=model.sequence_length), jit_compile=True
-        )
         # A compiled function knows one shape: few widths and batch sizes mean few compilations.
         rows = tf.shape(prompt_ids)[0]
         padded_rows = _next_power_of_two(rows, 1)
@@ -201,12 +200,12 @@ def _continue(model, prompt_ids, prompt_lengths, settings, pad_id, jit_compile):
         arguments = tf.nest.map_structure(
             lambda x: _pad_rows(x, padded_rows), (prompt_lengths, settings, budget)
         )
+        run = _graph(model, "compiled", _run, (*_signature()[:3], _signature()[1]), jit_compile=True)
         state = run(_pad_width(_pad_rows(prompt_ids, padded_rows), width), *arguments)
         state = [x[:rows] for x in state]
     else:
-        slots = tf.reduce_max(tf.concat([prompt_lengths + budget, [1]], 0))
         width = tf.reduce_max(tf.concat([prompt_lengths, [1]], 0))
-        state = _run(model, prompt_ids[:, :width], prompt_lengths, settings, budget, slots=slots)
+        state = _run(model, prompt_ids[:, :width], prompt_lengths, settings, budget)
     return _assemble(prompt_ids, prompt_lengths, *state, pad_id)
 
 
@@ -226,12 +225,13 @@ class _State(NamedTuple):
     cache: Any
 
 
-def _run(model, prompt_ids, prompt_lengths, settings, budget, slots):
+def _run(model, prompt_ids, prompt_lengths, settings, budget):
     """All the steps of a batch: new ids (B, N), their log-probabilities, counts, and who stopped."""
-    state = _start(model, prompt_ids, prompt_lengths, settings, budget, slots)
+    weights = read_weights(model)
+    state = _start(model, weights, prompt_ids, prompt_lengths, settings, budget)
     state = tf.while_loop(
         lambda *state: ~tf.reduce_all(_State(*state).done),
-        lambda *state: _step(model, _State(*state), settings),
+        lambda *state: _step(model, weights, _State(*state), settings),
         state,
         parallel_iterations=1,
     )
@@ -244,16 +244,12 @@ def _run(model, prompt_ids, prompt_lengths, settings, budget, slots):
     )
 
 
-def _start(model, prompt_ids, prompt_lengths, settings, budget, slots):
+def _start(model, weights, prompt_ids, prompt_lengths, settings, budget):
     """Fill the cache with the prompts; the newest token of a row is the last of its prompt."""
-    rows, width = tf.shape(prompt_ids)[0], tf.shape(prompt_ids)[1]
-    cache = model.make_cache(rows, slots)
+    rows, slots = tf.shape(prompt_ids)[0], model.sequence_length
     # Nobody reads these logits, so the compiler drops their computation: the first step makes those of
     # the last prompt token again, by the same code as all others.
-    positions = tf.tile(tf.range(width)[None, :], (rows, 1))
-    _, cache = advance_function(model)(
-        tf.clip_by_value(prompt_ids, 0, model.vocabulary_size - 1), positions, cache
-    )
+    _, _, cache = read_window(model, weights, prompt_ids)
     last = prompt_lengths - 1
     return _State(
         index=tf.constant(0),
@@ -270,9 +266,29 @@ def _start(model, prompt_ids, prompt_lengths, settings, budget, slots):
     )
 
 
-def _step(model, state, settings):
+def read_weights(model):
+    """The values of the model's variables."""
+    return [tf.convert_to_tensor(variable.value) for variable in model.variables]
+
+
+def read_window(model, weights, token_ids):
+    """Logits, attention weights and cache after whole windows (B, T), padded on the right."""
+    rows, width = tf.shape(token_ids)[0], tf.shape(token_ids)[1]
+    # The cache is as long as the model: an unknown length would cost every layer of every step its own
+    # bookkeeping.
+    return advance_graph(model)(
+        weights,
+        tf.clip_by_value(token_ids, 0, model.vocabulary_size - 1),
+        tf.tile(tf.range(width)[None, :], (rows, 1)),
+        model.make_cache(rows),
+    )
+
+
+def _step(model, weights, state, settings):
     """One more token for each row that is not done."""
-    logits, cache = advance_function(model)(state.token[:, None], state.position[:, None], state.cache)
+    logits, _, cache = advance_graph(model, tokens=1)(
+        weights, state.token[:, None], state.position[:, None], state.cache
+    )
     logits = tf.cast(logits[:, 0], tf.float32)
     token = sampling.sample(
         logits,
@@ -282,7 +298,7 @@ def _step(model, state, settings):
         settings.seed,
         position=state.position + 1,
     )
-    logprobs = tf.gather(tf.nn.log_softmax(logits), token, batch_dims=1)
+    logprobs = -tf.nn.sparse_softmax_cross_entropy_with_logits(labels=token, logits=logits)
     active = ~state.done
     count = state.count + tf.cast(active, tf.int32)
     recent = tf.concat([state.recent[:, 1:], token[:, None]], axis=1)
@@ -335,84 +351,113 @@ def _budget(model, prompt_lengths, settings):
     return tf.minimum(settings.max_new_tokens, model.sequence_length - prompt_lengths)
 
 
-# Compiled functions of a model, made once and forgotten with it. They hold it weakly themselves.
-_functions = weakref.WeakKeyDictionary()
+# The graphs of a model, made once and forgotten with it; they hold it weakly themselves.
+_graphs = weakref.WeakKeyDictionary()
 
 
-def advance_function(model):
-    """The cached forward pass, one copy in a graph for prompts and for steps."""
-    functions = _functions.setdefault(model, {})
-    if "advance" not in functions:
-        model_ref = weakref.ref(model)
-        ids = tf.TensorSpec((None, None), tf.int32)
-        cache = tf.nest.map_structure(
-            lambda x: tf.TensorSpec((None, x.shape[1], None, x.shape[3]), x.dtype),
-            model.make_cache(1, 1),
-        )
-
-        @functools.partial(tf.function, input_signature=(ids, ids, cache), autograph=False)
-        def advance(token_ids, positions, cache):
-            return model_ref()(token_ids, cache=cache, positions=positions, training=False)
-
-        functions["advance"] = advance
-    return functions["advance"]
+def _graph(model, name, function, signature, **options):
+    """The graph of `function(model, ...)`, a concrete function: one a model and name."""
+    graphs = _graphs.setdefault(model, {})
+    if name not in graphs:
+        reference = weakref.ref(model)
+        graphs[name] = tf.function(
+            lambda *inputs: function(reference(), *inputs), autograph=False, **options
+        ).get_concrete_function(*signature)
+    return graphs[name]
 
 
-def check_function(model):
-    """A graph function that gives the prompt ids back if `check_request` has nothing against them."""
-    functions = _functions.setdefault(model, {})
-    if "check" not in functions:
-        model_ref = weakref.ref(model)
+def advance_graph(model, tokens=None):
+    """The cached forward pass of T tokens a row: one copy in a graph, however often it is called.
 
-        @functools.partial(tf.function, input_signature=_signature()[:3], autograph=False)
-        def check(prompt_ids, prompt_lengths, settings):
-            checks = check_request(model_ref(), prompt_ids, prompt_lengths, settings)
-            with tf.control_dependencies(checks):
-                return tf.identity(prompt_ids)
+    It takes the values of the model's variables, which a loop then reads once and not at every step,
+    ids (B, T), positions (B, T) and a cache, and gives logits, attention weights and cache; what is not
+    used costs nothing.
 
-        functions["check"] = check
-    return functions["check"]
+    Args:
+        model: the model.
+        tokens: T; None for any number, 1 for a step, whose graph needs half the operations.
+    """
 
+    def advance(model, weights, token_ids, positions, cache):
+        with keras.StatelessScope(zip(model.variables, weights, strict=True)):
+            return model(
+                token_ids,
+                cache=cache,
+                positions=positions,
+                return_attention_scores=True,
+                training=False,
+            )
 
-def request_function(model, jit_compile):
-    """A graph function from a request, unchecked, to a `Generation` of tensors; one for each model."""
-    functions = _functions.setdefault(model, {})
-    key = bool(jit_compile)
-    if key not in functions:
-        model_ref = weakref.ref(model)
-
-        @functools.partial(tf.function, input_signature=_signature(), autograph=False)
-        def run(prompt_ids, prompt_lengths, settings, pad_id):
-            model = model_ref()
-            # Checked before the compiled part is entered, where an assertion would be dropped.
-            with tf.control_dependencies(check_request(model, prompt_ids, prompt_lengths, settings)):
-                prompt_ids = tf.identity(prompt_ids)
-            return _continue(model, prompt_ids, prompt_lengths, settings, pad_id, key)
-
-        functions[key] = run
-    return functions[key]
+    ids = tf.TensorSpec((None, tokens), tf.int32)
+    signature = (_weights_spec(model), ids, ids, _cache_spec(model))
+    return _graph(model, ("advance", tokens), advance, signature)
 
 
-def _stepwise(model):
-    functions = _functions.setdefault(model, {})
-    if "stepwise" not in functions:
-        model_ref = weakref.ref(model)
-        prompt_ids, prompt_lengths, settings, _ = _signature()
+def check_graph(model):
+    """Gives the prompt ids back if `check_request` has nothing against them."""
 
-        @functools.partial(tf.function, input_signature=(prompt_ids, prompt_lengths, settings))
-        def start(prompt_ids, prompt_lengths, settings):
-            model = model_ref()
-            with tf.control_dependencies(check_request(model, prompt_ids, prompt_lengths, settings)):
-                budget = _budget(model, prompt_lengths, settings)
-            slots = tf.reduce_max(tf.concat([prompt_lengths + budget, [1]], 0))
-            return _start(model, prompt_ids, prompt_lengths, settings, budget, slots)
+    def check(model, prompt_ids, prompt_lengths, settings):
+        checks = check_request(model, prompt_ids, prompt_lengths, settings)
+        with tf.control_dependencies(checks):
+            return tf.identity(prompt_ids)
 
-        @functools.partial(tf.function, reduce_retracing=True, autograph=False)
-        def step(state, settings):
-            return _step(model_ref(), state, settings)
+    return _graph(model, "check", check, _signature()[:3])
 
-        functions["stepwise"] = start, step
-    return functions["stepwise"]
+
+def request_graph(model, jit_compile):
+    """From a request, unchecked, to a `Generation` of tensors."""
+
+    def run(model, prompt_ids, prompt_lengths, settings, pad_id):
+        # Checked before the compiled part is entered, where an assertion would be dropped.
+        prompt_ids = check_graph(model)(prompt_ids, prompt_lengths, settings)
+        return _continue(model, prompt_ids, prompt_lengths, settings, pad_id, jit_compile)
+
+    return _graph(model, ("request", bool(jit_compile)), run, _signature())
+
+
+def _stepwise_graphs(model):
+    """The beginning and a step of the loop, for a caller who walks it himself."""
+
+    def start(model, prompt_ids, prompt_lengths, settings):
+        prompt_ids = check_graph(model)(prompt_ids, prompt_lengths, settings)
+        budget = _budget(model, prompt_lengths, settings)
+        weights = read_weights(model)
+        return _start(model, weights, prompt_ids, prompt_lengths, settings, budget)
+
+    def step(model, state, settings):
+        return _step(model, read_weights(model), _State(*state), settings)
+
+    row, scalar = tf.TensorSpec((None,), tf.int32), tf.TensorSpec((), tf.int32)
+    flags, slots = tf.TensorSpec((None,), tf.bool), model.sequence_length
+    settings = _signature()[2]
+    state = _State(
+        index=scalar,
+        token=row,
+        position=row,
+        budget=row,
+        count=row,
+        done=flags,
+        stopped=flags,
+        recent=settings.stop,
+        new_ids=tf.TensorSpec((slots, None), tf.int32),
+        new_logprobs=tf.TensorSpec((slots, None), tf.float32),
+        cache=_cache_spec(model),
+    )
+    return (
+        _graph(model, "start", start, _signature()[:3]),
+        _graph(model, "step", step, (state, settings)),
+    )
+
+
+def _weights_spec(model):
+    return [tf.TensorSpec(variable.shape, variable.dtype) for variable in model.variables]
+
+
+def _cache_spec(model):
+    """One entry a block: keys and values (B, H, S, K), with a slot for every position."""
+    with tf.init_scope():
+        cache = model.make_cache(1)
+    return tf.nest.map_structure(lambda x: tf.TensorSpec((None, *x.shape[1:]), x.dtype), cache)
 
 
 def _signature():
@@ -428,6 +473,12 @@ def _signature():
         stop=tf.TensorSpec((None, MAX_STOP_TOKENS), tf.int32),
     )
     return (tf.TensorSpec((None, None), tf.int32), row(tf.int32), settings, tf.TensorSpec((), tf.int32))
+
+
+def _build(model):
+    """Make the variables now: a graph cannot."""
+    if not model.built:
+        model.build((None, model.sequence_length))
 
 
 def _pad_prompts(token_ids, pad_id):

@@ -17,6 +17,8 @@ from keras_tinyattn.version import __version__
 
 CARD = "model_card.json"
 WARMUP = "assets.extra/tf_serving_warmup_requests"
+# Answers with more entries, such as whole caches, would make the card larger than the model.
+LARGEST_ANSWER = 1000
 
 
 def write(folder, model, tokenizer, signatures, about):
@@ -35,7 +37,8 @@ def write(folder, model, tokenizer, signatures, about):
             "signature": name,
             "inputs": _to_json(inputs),
             "outputs": _to_json(
-                signatures[name](**{key: tf.constant(value) for key, value in inputs.items()})
+                signatures[name](**{key: tf.constant(value) for key, value in inputs.items()}),
+                largest=LARGEST_ANSWER,
             ),
         }
         for name, inputs in requests
@@ -118,17 +121,21 @@ def _is_text(tokenizer, token):
     return bool(text.strip()) and "\N{REPLACEMENT CHARACTER}" not in text
 
 
-def _to_json(tensors):
+def _to_json(tensors, largest=None):
     def plain(value):
-        value = np.asarray(value)
         if value.dtype == object:
             return np.vectorize(lambda part: part.decode("latin-1"), otypes=[object])(value).tolist()
+        if value.dtype.kind == "f":
+            # Seven digits, as float32 has; the double that it widens to would have seventeen.
+            return np.vectorize(lambda part: float(f"{part:.7g}"), otypes=[float])(value).tolist()
         return value.tolist()
 
+    tensors = {name: np.asarray(value) for name, value in tensors.items()}
     # Strings as latin-1, one character a byte, since they need not be UTF-8.
     return {
-        name: {"dtype": tf.as_dtype(np.asarray(value).dtype).name, "value": plain(value)}
+        name: {"dtype": tf.as_dtype(value.dtype).name, "value": plain(value)}
         for name, value in tensors.items()
+        if largest is None or value.size <= largest
     }
 
 

@@ -154,7 +154,7 @@ class Signatures(tf.Module):
     def score(self, text):
         """How likely the model finds each token of a text after those before it."""
         token_ids, length = self._window(text, self._model().sequence_length)
-        logits, _ = self._shared.window(token_ids)
+        logits, _, _ = self._read_window(token_ids)
         logprobs = tf.nn.log_softmax(tf.cast(logits, tf.float32))[:, :-1]
         logprobs = tf.gather(logprobs, token_ids[:, 1:], batch_dims=2)
         real = tf.sequence_mask(length - 1, tf.shape(logprobs)[1])
@@ -171,9 +171,11 @@ class Signatures(tf.Module):
         """Who looks at whom, in every layer and head, and what comes next."""
         longest = min(MAX_ATTENTION_TOKENS, self._model().sequence_length)
         token_ids, length = self._window(text, longest)
-        logits, weights = self._shared.window(token_ids)
-        real = tf.sequence_mask(length, tf.shape(token_ids)[1])
-        weights = tf.stack([tf.cast(layer, tf.float32) for layer in weights], axis=1)
+        logits, weights, _ = self._read_window(token_ids)
+        width = tf.shape(token_ids)[1]
+        real = tf.sequence_mask(length, width)
+        # The cache has a slot for every position of the model; the text fills the first ones.
+        weights = tf.stack([tf.cast(layer[..., :width], tf.float32) for layer in weights], axis=1)
         pieces = self._shared.detokenize(
             tf.reshape(token_ids, (-1, 1)), tf.ones(tf.size(token_ids), tf.int32)
         )
@@ -191,14 +193,9 @@ class Signatures(tf.Module):
             _require_one_batch(prompt_ids=prompt_ids, prompt_length=prompt_length)
         ):
             settings = _no_settings(prompt_length)
-        prompt_ids = generation.check_function(model)(prompt_ids, prompt_length, settings)
+        prompt_ids = generation.check_graph(model)(prompt_ids, prompt_length, settings)
         width = tf.reduce_max(tf.concat([prompt_length, [1]], 0))
-        rows = tf.shape(prompt_ids)[0]
-        logits, cache = generation.advance_function(model)(
-            tf.clip_by_value(prompt_ids[:, :width], 0, model.vocabulary_size - 1),
-            tf.tile(tf.range(width)[None, :], (rows, 1)),
-            model.make_cache(rows),
-        )
+        logits, _, cache = self._read_window(prompt_ids[:, :width])
         logits = tf.gather(logits, prompt_length - 1, batch_dims=1)
         return {"logits": logits, **_cache_outputs(cache)}
 
@@ -216,8 +213,9 @@ class Signatures(tf.Module):
             )
         ):
             settings = _no_settings(token_id)
-        token_id = generation.check_function(model)(token_id[:, None], tf.ones_like(token_id), settings)
-        logits, cache = generation.advance_function(model)(
+        token_id = generation.check_graph(model)(token_id[:, None], tf.ones_like(token_id), settings)
+        logits, _, cache = generation.advance_graph(model, tokens=1)(
+            generation.read_weights(model),
             token_id,
             position[:, None],
             tuple(
@@ -236,16 +234,20 @@ class Signatures(tf.Module):
         with tf.control_dependencies(_require_one_batch(logits=logits, position=position, **settings)):
             checked = _no_settings(tf.zeros((rows,), tf.int32))._replace(**settings)
         one_id = tf.zeros((rows, 1), tf.int32)
-        one_id = generation.check_function(self._model())(one_id, one_id[:, 0] + 1, checked)
+        one_id = generation.check_graph(self._model())(one_id, one_id[:, 0] + 1, checked)
         with tf.control_dependencies([one_id]):
             logits = tf.identity(logits)
         token_id = sampling.sample(logits, **settings, position=position)
         logprob = tf.gather(tf.nn.log_softmax(logits), token_id, batch_dims=1)
         return {"token_id": token_id, "logprob": logprob}
 
+    def _read_window(self, token_ids):
+        model = self._model()
+        return generation.read_window(model, generation.read_weights(model), token_ids)
+
     def _continue(self, prompt_ids, prompt_length, settings, stop_ids, jit_compile):
         settings = generation.Settings(**settings, stop=stop_ids)
-        run = generation.request_function(self._model(), jit_compile)
+        run = generation.request_graph(self._model(), jit_compile)
         return run(prompt_ids, prompt_length, settings, tf.constant(self.tokenizer.pad_id))
 
     def _stop_ids(self, stop):
@@ -317,14 +319,11 @@ def _valid_utf8(texts):
 
 
 def _require_one_batch(**inputs):
-    """The assertion that all inputs have as many rows as the first one."""
-    (name, first), *others = inputs.items()
-    checks = []
-    for other, value in others:
-        checks += require(
-            tf.shape(value)[0] == tf.shape(first)[0],
-            f"Each row needs its own value. Expected as many rows in {other} as in {name}. Received: ",
-            tf.stack([tf.shape(value)[0], tf.shape(first)[0]]),
-            ".",
-        )
-    return checks
+    """The assertion that all inputs have one number of rows."""
+    rows = tf.stack([tf.shape(value)[0] for value in inputs.values()])
+    return require(
+        tf.reduce_all(rows == rows[0]),
+        f"Each row needs its own value. Expected one number of rows in {', '.join(inputs)}. Received: ",
+        rows,
+        ".",
+    )

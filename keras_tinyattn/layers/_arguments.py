@@ -1,6 +1,6 @@
 """Checks and conversions of the arguments that several layers share."""
 
-from keras import initializers
+from keras import initializers, ops
 
 
 def own_draw(initializer, index):
@@ -52,3 +52,14 @@ def check_positions(shape, batch_size, length):
             f"here {(length,)} or {(batch_size, length)}. Received: shape {tuple(shape)}. "
             "Give each token its absolute position."
         )
+
+
+def sizes(x):
+    """The sizes of a tensor for a reshape: -1 for the one that is unknown, if there is just one.
+
+    A size that is only known at run time costs a plain graph three operations.
+    """
+    unknown = [axis for axis, size in enumerate(x.shape) if size is None]
+    if len(unknown) == 1 and 0 not in x.shape:
+        return tuple(-1 if size is None else size for size in x.shape)
+    return ops.shape(x)

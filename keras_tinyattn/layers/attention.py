@@ -6,7 +6,7 @@ import keras
 from keras import constraints, initializers, ops, regularizers
 
 from keras_tinyattn import functional
-from keras_tinyattn.layers._arguments import check_rate, check_size, own_draw
+from keras_tinyattn.layers._arguments import check_rate, check_size, own_draw, sizes
 from keras_tinyattn.layers._masks import hide_padding, implicit_mask, join_masks
 
 __all__ = ["AttentionTrace", "ScaledSelfAttention"]
@@ -252,12 +252,14 @@ class ScaledSelfAttention(keras.layers.Layer):
 
     def _project(self, inputs):
         """(B, T, D) -> three of (B, H, T, K)."""
-        batch, length, width = ops.shape(inputs)
+        batch, length, width = sizes(inputs)
         # As one matrix: a product of three axes costs a plain graph a dozen operations on shapes.
         tokens = ops.reshape(inputs, (-1, width))
 
         def heads(kernel, bias):
             projected = self._linear(tokens, kernel, bias)
+            if inputs.shape[1] == 1:  # A step: moving an axis of size 1 moves nothing.
+                return ops.reshape(projected, (batch, self.num_heads, 1, self.head_dim))
             projected = ops.reshape(projected, (batch, length, self.num_heads, self.head_dim))
             return ops.transpose(projected, (0, 2, 1, 3))
 
@@ -280,9 +282,9 @@ class ScaledSelfAttention(keras.layers.Layer):
 
     def _output(self, attended):
         """(B, H, T, K) -> (B, T, H * K), projected if there is a projection."""
-        batch, _, length, _ = ops.shape(attended)
+        batch, _, length, _ = sizes(attended)
         width = self.num_heads * self.head_dim
-        output = ops.transpose(attended, (0, 2, 1, 3))
+        output = attended if attended.shape[2] == 1 else ops.transpose(attended, (0, 2, 1, 3))
         if self.output_dim is not None:
             output = ops.reshape(output, (-1, width))
             output = self._linear(output, self.output_kernel, self.output_bias)
@@ -292,7 +294,7 @@ class ScaledSelfAttention(keras.layers.Layer):
     def _linear(self, x, kernel, bias):
         # Cast here, so that a trace, which runs outside `__call__`, computes in the same type.
         x = ops.matmul(x, ops.cast(kernel, self.compute_dtype))
-        return x if bias is None else x + ops.cast(bias, self.compute_dtype)
+        return x if bias is None else ops.add(x, ops.cast(bias, self.compute_dtype))
 
     def _projection(self, name, input_dim, output_dim, index):
         kernel = self.add_weight(

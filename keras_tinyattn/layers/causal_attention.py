@@ -77,15 +77,16 @@ class CausalSelfAttention(ScaledSelfAttention):
         positions = ops.convert_to_tensor(positions)
         self._check_shapes(inputs, cache, positions)
         keys, values = cache
+        if len(positions.shape) == 1:
+            positions = ops.broadcast_to(positions, ops.shape(inputs)[:2])
         slots = ops.clip(positions, 0, ops.shape(keys)[2] - 1)
         poison = ops.where(ops.equal(slots, positions), 0.0, float("nan"))[..., None]
         slots = ops.cast(slots, "int32")
         queries, new_keys, new_values = self._project(inputs + ops.cast(poison, inputs.dtype))
         keys, values = _write((keys, values), slots, (new_keys, new_values))
         causal = functional.causal_mask(slots, ops.arange(ops.shape(keys)[2]))
-        causal = causal[:, None] if len(causal.shape) == 3 else causal
         weights, attended = self._attend(
-            queries, keys, values, causal, rows_may_be_empty=False, training=training
+            queries, keys, values, causal[:, None], rows_may_be_empty=False, training=training
         )
         output = self._output(attended)
         cache = (keys, values)
@@ -110,20 +111,16 @@ class CausalSelfAttention(ScaledSelfAttention):
 
 
 def _write(caches, slots, updates):
-    """Put updates (B, H, T, K) into caches (B, H, S, K), each row at its own slots (T,) or (B, T)."""
-    batch, num_heads, length, head_dim = ops.shape(caches[0])
-    lines = ops.reshape(ops.arange(batch * num_heads) * length, (batch, num_heads, 1))
-    lines = lines + (slots if len(slots.shape) == 1 else slots[:, None])
-    lines = ops.reshape(lines, (-1, 1))
+    """Put updates (B, H, T, K) into caches (B, H, S, K), each row at its own slots (B, T)."""
+    num_heads, head_dim = updates[0].shape[1], updates[0].shape[3]
+    # From the slots, which all layers share: a graph then has these operations once, not once a layer.
+    batch, tokens = ops.shape(slots)
+    rows = ops.broadcast_to(ops.arange(batch)[:, None, None], (batch, num_heads, tokens))
+    heads = ops.broadcast_to(ops.arange(num_heads)[None, :, None], (batch, num_heads, tokens))
+    places = ops.broadcast_to(slots[:, None], (batch, num_heads, tokens))
+    places = ops.reshape(ops.stack([rows, heads, places], axis=-1), (-1, 3))
     return tuple(
-        ops.reshape(
-            ops.scatter_update(
-                ops.reshape(cache, (-1, head_dim)),
-                lines,
-                ops.reshape(ops.cast(update, cache.dtype), (-1, head_dim)),
-            ),
-            (batch, num_heads, length, head_dim),
-        )
+        ops.scatter_update(cache, places, ops.reshape(ops.cast(update, cache.dtype), (-1, head_dim)))
         for cache, update in zip(caches, updates, strict=True)
     )
 

@@ -3,7 +3,7 @@
 import keras
 from keras import initializers, ops
 
-from keras_tinyattn.layers._arguments import check_rate, check_size, own_draw
+from keras_tinyattn.layers._arguments import check_rate, check_size, own_draw, sizes
 from keras_tinyattn.layers._masks import implicit_mask, join_masks
 from keras_tinyattn.layers.causal_attention import CausalSelfAttention
 
@@ -165,7 +165,7 @@ class DecoderBlock(keras.layers.Layer):
         x = inputs + self.residual_dropout(attended, training=training)
         # The perceptron knows no positions: all tokens as one matrix.
         expanded = self.mlp_expand(self.mlp_norm(ops.reshape(x, (-1, self.hidden_dim))))
-        added = ops.reshape(self.mlp_contract(expanded), ops.shape(x))
+        added = ops.reshape(self.mlp_contract(expanded), sizes(x))
         x = x + self.residual_dropout(added, training=training)
         return (x, *extras) if extras else x
 
