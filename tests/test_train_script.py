@@ -329,7 +329,7 @@ def test_killed_again_and_again_at_random_steps_it_ends_as_the_unbroken_run(text
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1_000, 5_000])
+@pytest.mark.parametrize("size", [4_000, 6_000])
 def test_a_full_disk_leaves_the_last_checkpoint_whole(size, text, tmp_path):
     # A file of at most `size` bytes stands for a full disk: the same failure of the same write.
     def limit():
