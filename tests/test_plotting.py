@@ -11,7 +11,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
 from keras_tinyattn import CausalSelfAttention, ScaledSelfAttention
-from keras_tinyattn.plotting import plot_attention, plot_trace
+from keras_tinyattn.plotting import (
+    plot_attention,
+    plot_cached_steps,
+    plot_distributions,
+    plot_trace,
+)
 
 T, S, D, H, K = 3, 5, 6, 2, 4
 CAT = ["The", "cat", "sat"]
@@ -190,3 +195,67 @@ def test_labels_that_do_not_fit_and_weights_of_a_whole_batch_are_refused():
         plot_attention(np.full((H, T, T), 1 / T), CAT, head_titles=["one"])
     with pytest.raises(ValueError, match=r"Received: shape \(1, 2, 3, 3\)\. Pick one"):
         plot_attention(np.full((1, H, T, T), 1 / T), CAT)
+
+
+def test_each_distribution_has_a_panel_with_a_bar_for_each_token():
+    before = [0.5, 0.3, 0.2]
+    figure = plot_distributions(
+        [[0.7, 0.3, 0.0], before], CAT, ["cold", "as it is"], before, drawn=[[0.8, 0.2, 0.0], before]
+    )
+    cold, same = figure.axes
+    assert [axes.get_title() for axes in figure.axes] == ["cold", "as it is"]
+    assert labels(cold)[0] == CAT
+    assert cold.get_ylim()[0] > cold.get_ylim()[1]  # The first token stands on top.
+    bars, outlines = cold.containers
+    assert [bar.get_width() for bar in bars] == [0.7, 0.3, 0.0]
+    assert [bar.get_width() for bar in outlines] == before
+    assert [text.get_text() for text in cold.texts] == ["70.0%", "30.0%"]
+    # One scale, so that panels can be compared.
+    assert cold.get_xlim() == same.get_xlim()
+    assert cold.get_xlim()[1] > 0.8
+    (dots,) = cold.lines
+    assert dots.get_xdata().tolist() == [0.8, 0.2, None]
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["share drawn", "drawn with", "before"]
+
+
+def test_a_draw_of_what_cannot_be_drawn_is_a_dot():
+    figure = plot_distributions([[1.0, 0.0]], CAT[:2], drawn=[[0.75, 0.25]])
+    assert figure.axes[0].lines[0].get_xdata().tolist() == [0.75, 0.25]
+
+
+def test_four_distributions_take_two_rows_and_leave_no_empty_frame():
+    figure = plot_distributions([[0.4, 0.6]] * 4, CAT[:2])
+    assert [axes.axison for axes in figure.axes] == [True] * 4 + [False] * 2
+    assert figure.legends == []
+
+
+def test_distributions_need_a_label_for_each_token_and_a_title_for_each_panel():
+    with pytest.raises(ValueError, match=r"Expected 2 tokens, one a column\. Received: 3 labels"):
+        plot_distributions([[0.4, 0.6]], CAT)
+    with pytest.raises(ValueError, match=r"Expected 1 titles, one a row\. Received: 2 labels"):
+        plot_distributions([[0.4, 0.6]], CAT[:2], ["a", "b"])
+
+
+def test_cached_steps_have_a_map_for_each_way_and_a_curve_for_each_cost():
+    computed = {"whole": [[True, False], [True, True]], "cache": [[True, False], [False, True]]}
+    held = {"whole": [[False, False]] * 2, "cache": [[False, False], [True, False]]}
+    figure = plot_cached_steps(
+        computed, held, {"keys": {"whole": [1, 2], "cache": [1, 1]}}, title="Keys"
+    )
+    whole, cache, curves, empty = figure.axes
+    assert [axes.get_title() for axes in (whole, cache, curves)] == ["whole", "cache", "keys"]
+    assert not empty.axison
+    for axes, name in ((whole, "whole"), (cache, "cache")):
+        found, made = (~np.ma.getmaskarray(image.get_array()) for image in axes.images)
+        assert found.tolist() == held[name]
+        assert made.tolist() == computed[name]
+        # The first step on top, the first position on the left, cells around whole numbers.
+        assert axes.images[0].get_extent() == [-0.5, 1.5, 2.5, 0.5]
+    by_name = {line.get_label(): line for line in curves.lines}
+    assert by_name["whole"].get_ydata().tolist() == [1, 2]
+    assert by_name["cache"].get_xdata().tolist() == [1, 2]
+    # A way has one colour in maps and curves.
+    for axes, name in ((whole, "whole"), (cache, "cache")):
+        assert axes.lines[-1].get_color() == by_name[name].get_color()
+    assert by_name["whole"].get_color() != by_name["cache"].get_color()
