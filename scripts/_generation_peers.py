@@ -6,7 +6,8 @@ import numpy as np
 from _start import quiet_imports
 
 OURS = "keras_tinyattn"
-BASELINES = ("KerasHub, XLA", "KerasHub, graph")
+UNEQUAL = f"{OURS}, XLA, unequal prompts"
+BASELINES = ("KerasHub, XLA",)
 NEEDS = {
     "KerasHub, graph": ("keras_hub", "keras-hub"),
     "KerasHub, XLA": ("keras_hub", "keras-hub"),
@@ -55,7 +56,7 @@ def make_problem(size, columns):
     makers = {
         f"{OURS}, XLA": lambda: _ours(model, prompts, size, True),
         f"{OURS}, graph": lambda: _ours(model, prompts, size, False),
-        f"{OURS}, XLA, unequal prompts": lambda: _ours(model, prompts, size, True, unequal=True),
+        UNEQUAL: lambda: _ours(model, prompts, size, True, unequal=True),
         "KerasHub, graph": lambda: _keras_hub(model, prompts, size, False),
         "KerasHub, XLA": lambda: _keras_hub(model, prompts, size, True),
         "torch, key-value loop": lambda: _torch(model, prompts, size),
@@ -68,7 +69,7 @@ def make_problem(size, columns):
 def columns_for(size):
     """All columns; prompts can be unequal where there are several."""
     names = [f"{OURS}, XLA", f"{OURS}, graph", *NEEDS]
-    return names if size.batch_size == 1 else [f"{OURS}, XLA, unequal prompts", *names]
+    return names if size.batch_size == 1 else [UNEQUAL, *names]
 
 
 def _ours(model, prompts, size, jit_compile, unequal=False):
@@ -80,7 +81,10 @@ def _ours(model, prompts, size, jit_compile, unequal=False):
     def generate():
         result = model.generate(rows, size.new_tokens, jit_compile=jit_compile)
         return np.stack(
-            [ids[len(row) : len(row) + size.new_tokens] for ids, row in zip(result[0], rows, strict=True)]
+            [
+                ids[len(row) : len(row) + size.new_tokens]
+                for ids, row in zip(result[0], rows, strict=True)
+            ]
         )
 
     return generate

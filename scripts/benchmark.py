@@ -14,8 +14,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import _generation_peers as generation
 import numpy as np
 from _attention_peers import BASELINES, COLUMNS, DIRECTIONS, NEEDS, OURS, Shape, make_problem
+from _generation_peers import Size
 from _page import point, print_columns, section
 from _start import check_count, check_file, check_picture, console, quiet_imports, run, whole_file
 from _timing import compare, installed, interleaved, machine, quartiles, use_threads
@@ -31,6 +33,13 @@ QUICK_LAYER_SHAPES = [Shape(2, 96, 24, 3)]
 MEMORY_SHAPES = [Shape(1, 8192, 256, 4), Shape(1, 16384, 256, 4)]
 QUICK_MEMORY_SHAPES = [Shape(1, 512, 32, 2), Shape(1, 1024, 32, 2)]
 MEMORY_COLUMNS = [f"{OURS} blockwise, graph", f"{OURS} blockwise, XLA"]
+# 200 new tokens behind prompts of 16, at batch size 1 and 32.
+GENERATE_SIZES = [
+    Size(*model, 256, batch_size, 16, 200)
+    for model in (("small", 4, 4, 128, 256), ("medium", 6, 6, 384, 5000))
+    for batch_size in (1, 32)
+]
+QUICK_GENERATE_SIZES = [Size("tiny", 1, 2, 16, 40, 32, 2, 6, 8)]
 DISTRIBUTIONS = ("keras-tinyattn", "tensorflow", "keras", "keras-hub", "torch", "jax", "numpy")
 MEGABYTE = 1_000_000
 
@@ -111,6 +120,22 @@ def parse_arguments(argv):
         "Keras' layer is measured at the shorter length only, where it already needs gigabytes.",
     )
     memory.add_argument("--child", help=argparse.SUPPRESS)
+    generate = benchmarks.add_parser(
+        "generate",
+        parents=[shared],
+        help="tokens a second of greedy generation",
+        description="Greedy generation by one GPT-2 with the same weights in each library, small (4 "
+        "layers, 128 wide) and medium (6 layers, 384 wide), 200 new tokens. The ids are compared "
+        "before anything is timed. Then the columns run in turn. Ratios of speed to KerasHub's "
+        "compiled generate, or to our own plain loop where KerasHub is not installed.",
+    )
+    generate.add_argument(
+        "--seconds",
+        type=float,
+        default=40.0,
+        metavar="S",
+        help="time for each of the four tables; at least 3 rounds (default: 40)",
+    )
     return parser.parse_args(argv)
 
 
@@ -328,12 +353,90 @@ def title_of(shape, direction):
     return f"{', '.join(f'{letter} {size}' for letter, size in shape.items())}, {direction}"
 
 
+def measure_generate(arguments, say):
+    if not 0 <= arguments.seconds < math.inf:
+        raise ValueError(f"--seconds must be 0 or more, but {arguments.seconds} was received.")
+    use_threads(arguments.threads)
+    results, left_out = [], []
+    for size in QUICK_GENERATE_SIZES if arguments.quick else GENERATE_SIZES:
+        say(f"{size.name}, batch size {size.batch_size}")
+        columns, left_out = installed(generation.columns_for(size), generation.NEEDS)
+        functions, ids = generation.make_problem(size, columns)
+        reference = ids[columns[-1]]
+        for name in columns:
+            # Where prompts are unequal, every second one is the same as elsewhere.
+            rows = slice(None, None, 2 if name == generation.UNEQUAL else 1)
+            if not np.array_equal(ids[name][rows], reference[rows]):
+                raise ValueError(f"{name!r} writes other ids than {columns[-1]!r}: nothing to time.")
+        seconds, rounds = (0, 3) if arguments.quick else (arguments.seconds, 3)
+        times = interleaved(functions, seconds, rounds)
+        tokens = size.batch_size * size.new_tokens
+        cpu = {name: quartiles(times[name][0]) for name in columns}
+        wall = {name: quartiles(times[name][1]) for name in columns}
+        baseline = next(name for name in (*generation.BASELINES, f"{OURS}, graph") if name in columns)
+        results += [
+            {
+                "size": size._asdict(),
+                "column": name,
+                "rounds": len(times[name][0]),
+                "cpu_ms": cpu[name],
+                "wall_ms": wall[name],
+                "tokens_per_second": 1e3 * tokens / cpu[name]["median"],
+                "baseline": baseline,
+                "ratio": cpu[baseline]["median"] / cpu[name]["median"],
+            }
+            for name in columns
+        ]
+    return {"results": results, "left_out": left_out}
+
+
+def tell_generate(numbers, output):
+    say_machine(numbers, output)
+    for title, rows in generate_tables(numbers):
+        section(
+            output,
+            title,
+            f"{rows[0]['rounds']} rounds, medians of CPU time; the same ids in all columns; ratio of "
+            f"speed to {rows[0]['baseline']}",
+        )
+        print_columns(
+            output,
+            ["", "CPU ms", "tokens/s", "ratio"],
+            [
+                [
+                    bold_if_ours(row["column"]),
+                    f"{row['cpu_ms']['median']:.1f}",
+                    f"{row['tokens_per_second']:.0f}",
+                    f"{row['ratio']:.2f}",
+                ]
+                for row in rows
+            ],
+            "lrrr",
+        )
+
+
+def generate_bars(numbers):
+    return [
+        (title, f"speed / {rows[0]['baseline']}", [(row["column"], row["ratio"]) for row in rows])
+        for title, rows in generate_tables(numbers)
+    ]
+
+
+def generate_tables(numbers):
+    titles = {}
+    for row in numbers["results"]:
+        size = row["size"]
+        title = f"{size['name']}, batch size {size['batch_size']}, {size['new_tokens']} new tokens"
+        titles.setdefault(title, []).append(row)
+    return titles.items()
+
+
 def say_machine(numbers, output):
     facts = numbers["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items() if version)
     section(
         output,
-        f"One causal self-attention layer: {numbers['benchmark']}",
+        TITLES[numbers["benchmark"]],
         f"{facts['processor']}, {facts['cores']} cores, "
         f"{facts['threads']} thread{'s' * (facts['threads'] > 1)}; {versions}.",
     )
@@ -372,9 +475,15 @@ def draw(groups, path):
     figure.savefig(path, dpi=150)
 
 
+TITLES = {
+    "layer": "One causal self-attention layer: time",
+    "memory": "One causal self-attention layer: memory",
+    "generate": "Greedy generation by one GPT-2",
+}
 BENCHMARKS = {
     "layer": (measure_layer, tell_layer, layer_bars),
     "memory": (measure_memory, tell_memory, memory_bars),
+    "generate": (measure_generate, tell_generate, generate_bars),
 }
 
 if __name__ == "__main__":

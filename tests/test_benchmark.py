@@ -230,3 +230,18 @@ def test_a_measuring_process_that_fails_is_told_in_one_sentence(peers):
     with pytest.raises(ValueError, match=r"The process that measured 'Keras, graph' at T=5 ended with"):
         # 4 heads do not share 6 evenly.
         script.grow_in_a_process("Keras, graph", peers.Shape(1, 5, 6, 4), "forward", 1)
+
+
+def test_a_quick_generate_run_compares_ids_and_tells_speeds(tmp_path):
+    ended = benchmark("generate", "--quick", "--json", tmp_path / "generate.json")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr == ""
+    results = json.loads((tmp_path / "generate.json").read_text())["results"]
+    columns = [row["column"] for row in results]
+    assert {"keras_tinyattn, XLA", "keras_tinyattn, graph"} < set(columns)
+    for row in results:
+        assert row["column"] in ended.stdout
+        baseline = next(other for other in results if other["column"] == row["baseline"])
+        assert row["ratio"] == pytest.approx(baseline["cpu_ms"]["median"] / row["cpu_ms"]["median"])
+        tokens = row["size"]["batch_size"] * row["size"]["new_tokens"]
+        assert row["tokens_per_second"] == pytest.approx(1e3 * tokens / row["cpu_ms"]["median"])
