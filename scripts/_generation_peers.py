@@ -3,9 +3,9 @@
 from typing import NamedTuple
 
 import numpy as np
+from _attention_peers import OURS
 from _start import quiet_imports
 
-OURS = "keras_tinyattn"
 UNEQUAL = f"{OURS}, XLA, unequal prompts"
 BASELINES = ("KerasHub, XLA",)
 NEEDS = {

@@ -238,7 +238,7 @@ def test_a_quick_generate_run_compares_ids_and_tells_speeds(tmp_path):
     assert ended.stderr == ""
     results = json.loads((tmp_path / "generate.json").read_text())["results"]
     columns = [row["column"] for row in results]
-    assert {"keras_tinyattn, XLA", "keras_tinyattn, graph"} < set(columns)
+    assert {"tinyattn, XLA", "tinyattn, graph"} < set(columns)
     for row in results:
         assert row["column"] in ended.stdout
         baseline = next(other for other in results if other["column"] == row["baseline"])
