@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import _generation_peers as generation
+import _training_peers as training
 import numpy as np
 from _attention_peers import BASELINES, COLUMNS, DIRECTIONS, NEEDS, OURS, Shape, make_problem
 from _generation_peers import Size
@@ -40,6 +41,12 @@ GENERATE_SIZES = [
     for batch_size in (1, 32)
 ]
 QUICK_GENERATE_SIZES = [Size("tiny", 1, 2, 16, 40, 32, 2, 6, 8)]
+# Steps in a row, and the sizes of the model and its batches; a token is a character.
+TRAIN_SIZES = [
+    ("small", 4, training.TrainingShape(32, 128, 128, 4, 4, 65)),
+    ("medium", 1, training.TrainingShape(32, 128, 384, 6, 6, 65)),
+]
+QUICK_TRAIN_SIZES = [("tiny", 2, training.TrainingShape(2, 8, 12, 3, 1, 11))]
 DISTRIBUTIONS = ("keras-tinyattn", "tensorflow", "keras", "keras-hub", "torch", "jax", "numpy")
 MEGABYTE = 1_000_000
 
@@ -135,6 +142,22 @@ def parse_arguments(argv):
         default=40.0,
         metavar="S",
         help="time for each of the four tables; at least 3 rounds (default: 40)",
+    )
+    train = benchmarks.add_parser(
+        "train",
+        parents=[shared],
+        help="tokens a second of training",
+        description="Training steps of one GPT-2 with the same weights, batches and optimizer in each "
+        "library, small (4 layers, 128 wide) and medium (6 layers, 384 wide), 32 x 128 tokens a step. "
+        "The losses after the first steps are compared before anything is timed. Then the columns run "
+        "in turn. Ratios of speed to torch, or to the better of Keras' fits where it is not installed.",
+    )
+    train.add_argument(
+        "--seconds",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="time for each of the two tables; at least 3 rounds (default: 60)",
     )
     return parser.parse_args(argv)
 
@@ -431,6 +454,103 @@ def generate_tables(numbers):
     return titles.items()
 
 
+def measure_train(arguments, say):
+    if not 0 <= arguments.seconds < math.inf:
+        raise ValueError(f"--seconds must be 0 or more, but {arguments.seconds} was received.")
+    columns, left_out = installed(training.TRAINING_COLUMNS, training.TRAINING_NEEDS)
+    use_threads(arguments.threads)
+    results = []
+    for name, steps, shape in QUICK_TRAIN_SIZES if arguments.quick else TRAIN_SIZES:
+        problem = training.make_training_problem(shape, steps)
+        functions, losses = {}, {}
+        for column in columns:
+            say(f"{name}: {column} is compiled")
+            with quiet_imports():
+                functions[column] = training.TRAINING_COLUMNS[column](problem)
+            # Twice: the loss of the second time tells whether the updates of the first were the same.
+            losses[column] = np.array([functions[column](), functions[column]()])
+        differences = compare(losses, columns[0])
+        say(f"{name}: training steps")
+        seconds, rounds = (0, 3) if arguments.quick else (arguments.seconds, 3)
+        times = interleaved(functions, seconds, rounds)
+        cpu = {column: quartiles(times[column][0]) for column in columns}
+        keras = min(training.TRAINING_BASELINES, key=lambda column: cpu[column]["median"])
+        baseline = training.TORCH if training.TORCH in columns else keras
+        results += [
+            {
+                "size": {"name": name, **shape._asdict()},
+                "column": column,
+                "rounds": len(times[column][0]),
+                "steps": steps,
+                "cpu_ms": cpu[column],
+                "wall_ms": quartiles(times[column][1]),
+                "tokens_per_second": 1e3 * steps * shape.B * shape.T / cpu[column]["median"],
+                "baseline": baseline,
+                "ratio": cpu[baseline]["median"] / cpu[column]["median"],
+                "ratio_to_keras_fit": cpu[keras]["median"] / cpu[column]["median"],
+                "largest_difference": differences[column],
+            }
+            for column in columns
+        ]
+    return {"results": results, "left_out": left_out}
+
+
+def tell_train(numbers, output):
+    say_machine(numbers, output)
+    for title, rows in train_tables(numbers):
+        section(
+            output,
+            title,
+            f"{rows[0]['rounds']} rounds of {rows[0]['steps']} steps, medians of CPU time; ratios of "
+            f"speed to {rows[0]['baseline']}, and to the better of Keras' two fits",
+        )
+        print_columns(
+            output,
+            ["", "CPU ms", "tokens/s", "ratio", "to Keras"],
+            [
+                [
+                    bold_if_ours(row["column"]),
+                    f"{row['cpu_ms']['median']:.1f}",
+                    f"{row['tokens_per_second']:.0f}",
+                    f"{row['ratio']:.2f}",
+                    f"{row['ratio_to_keras_fit']:.2f}",
+                ]
+                for row in rows
+            ],
+            "lrrrr",
+        )
+    largest = max(numbers["results"], key=lambda row: row["largest_difference"])
+    section(output, "What the numbers say")
+    point(
+        output,
+        "All columns learned the same: after the first updates their losses differ by at most "
+        f"{largest['largest_difference']:.0e} ({largest['column']}).",
+    )
+    for title, (ours, *_) in train_tables(numbers):
+        point(
+            output,
+            f"{title}: {ours['column']} takes in {ours['tokens_per_second']:.0f} tokens a second of "
+            f"CPU time, {ours['ratio']:.2f} times as many as {ours['baseline']} and "
+            f"{ours['ratio_to_keras_fit']:.2f} times as many as Keras' fit.",
+        )
+
+
+def train_bars(numbers):
+    return [
+        (title, f"speed / {rows[0]['baseline']}", [(row["column"], row["ratio"]) for row in rows])
+        for title, rows in train_tables(numbers)
+    ]
+
+
+def train_tables(numbers):
+    titles = {}
+    for row in numbers["results"]:
+        size = row["size"]
+        title = f"{size['name']}, {size['B']} x {size['T']} tokens a step"
+        titles.setdefault(title, []).append(row)
+    return titles.items()
+
+
 def say_machine(numbers, output):
     facts = numbers["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items() if version)
@@ -479,11 +599,13 @@ TITLES = {
     "layer": "One causal self-attention layer: time",
     "memory": "One causal self-attention layer: memory",
     "generate": "Greedy generation by one GPT-2",
+    "train": "Training steps of one GPT-2",
 }
 BENCHMARKS = {
     "layer": (measure_layer, tell_layer, layer_bars),
     "memory": (measure_memory, tell_memory, memory_bars),
     "generate": (measure_generate, tell_generate, generate_bars),
+    "train": (measure_train, tell_train, train_bars),
 }
 
 if __name__ == "__main__":
