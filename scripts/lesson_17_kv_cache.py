@@ -112,8 +112,9 @@ def compute(prompt, steps, temperature, seed):
     for _ in range(REPEATS):
         without.append(write_without_cache(window, prompt, steps, draw_token))
         with_cache.append(write_with_cache(model, step, prompt, steps, draw_token))
-    token_ids, logits, _ = without[0]
-    cached_ids, cached_logits, _, cache = with_cache[0]
+    runs = {WITHOUT: without, WITH: with_cache}
+    token_ids, logits = without[0]["ids"], without[0]["logits"]
+    cached_ids, cache = with_cache[0]["ids"], with_cache[0]["cache"]
     settings = {"temperature": temperature, "seed": seed}
     other_start = np.array([[(token_ids[0] + 1) % model.vocabulary_size, *token_ids[1:-1]]])
     return {
@@ -131,19 +132,22 @@ def compute(prompt, steps, temperature, seed):
         "prompt_ids": list(prompt),
         "steps": steps,
         "ids": {WITHOUT: token_ids, WITH: cached_ids},
-        "ids_repeat": all(run[0] == token_ids for run in without)
-        and all(run[0] == cached_ids for run in with_cache),
+        "ids_repeat": all(run["ids"] == ways[0]["ids"] for ways in runs.values() for run in ways),
         "generated": model.generate(prompt, steps, jit_compile=False, **settings).token_ids.tolist(),
         "streamed": [*prompt, *stream(model, prompt, steps, **settings)],
         "largest_logit": float(np.max(np.abs(logits))),
-        "difference_of_logits": float(np.max(np.abs(logits - cached_logits))),
+        "difference_of_logits": float(np.max(np.abs(logits - with_cache[0]["logits"]))),
         "change_by_first_token": float(
             np.max(np.abs(window(tf.constant(other_start, tf.int32)).numpy()[0] - logits[-1]))
         ),
-        "work": count_work(model, len(prompt), steps),
+        "work": count_work(
+            model,
+            {name: ways[0]["computed"] for name, ways in runs.items()},
+            slots=cache[0][0].shape[2],
+        ),
         "milliseconds": {
-            name: np.min([run[2] for run in runs], axis=0).tolist()
-            for name, runs in ((WITHOUT, without), (WITH, with_cache))
+            name: np.min([run["milliseconds"] for run in ways], axis=0).tolist()
+            for name, ways in runs.items()
         },
         "cache": look_into(model, cache, token_ids),
         "batch": share_a_batch(model, window, step, temperature, seed),
@@ -196,20 +200,27 @@ def make_draw(temperature, seed):
 
 
 def write_without_cache(window, prompt, steps, draw_token):
-    """The loop that reads all of the text in each step: ids, logits `(steps, V)`, milliseconds."""
-    token_ids, logits, times = list(prompt), [], []
+    """The loop that reads all of the text in each step.
+
+    Returns:
+        A dictionary: `ids`; and for each step `logits` `(steps, V)`, `milliseconds`, and how many
+        positions it `computed`.
+    """
+    token_ids, logits, times, computed = list(prompt), [], [], []
     for _ in range(steps):
         inputs = tf.constant([token_ids])
         start = time.perf_counter()
         logits.append(window(inputs).numpy()[0])
         times.append(1000 * (time.perf_counter() - start))
+        computed.append(inputs.shape[1])
         token_ids.append(int(draw_token(logits[-1:], len(token_ids))[0]))
-    return token_ids, np.array(logits), times
+    found = {"ids": token_ids, "logits": np.array(logits)}
+    return found | {"milliseconds": times, "computed": computed}
 
 
 def write_with_cache(model, step, prompt, steps, draw_token):
-    """The loop that reads what is new: ids, logits `(steps, V)`, milliseconds, and the cache."""
-    token_ids, logits, times = list(prompt), [], []
+    """The loop that reads what is new: what `write_without_cache` returns, and the `cache`."""
+    token_ids, logits, times, computed = list(prompt), [], [], []
     cache = model.make_cache(batch_size=1, length=len(prompt) + steps)
     start_of_new = 0
     for _ in range(steps):
@@ -219,18 +230,24 @@ def write_with_cache(model, step, prompt, steps, draw_token):
         last, cache = step(inputs, positions, cache)
         logits.append(last.numpy()[0])
         times.append(1000 * (time.perf_counter() - start))
+        computed.append(inputs.shape[1])
         start_of_new = len(token_ids)
         token_ids.append(int(draw_token(logits[-1:], len(token_ids))[0]))
-    return token_ids, np.array(logits), times, cache
+    found = {"ids": token_ids, "logits": np.array(logits)}
+    return found | {"milliseconds": times, "computed": computed, "cache": cache}
 
 
-def count_work(model, prompt_length, steps):
-    """Positions, keys and multiply-adds of each step, and some of the steps counted in their graphs."""
-    slots = prompt_length + steps
-    lengths = range(prompt_length, slots)
-    computed = {WITHOUT: list(lengths), WITH: [prompt_length] + [1] * (steps - 1)}
+def count_work(model, computed, slots):
+    """Keys and multiply-adds of each step, and some of the steps counted in their graphs.
+
+    Args:
+        model: the model.
+        computed: for each way to write, how many positions each step computed.
+        slots: of the cache.
+    """
+    steps = len(computed[WITH])
     # A step reads all slots of the cache, and the mask hides those behind its own.
-    keys = {WITHOUT: list(lengths), WITH: [slots] * steps}
+    keys = {WITHOUT: computed[WITHOUT], WITH: [slots] * steps}
     counted = []
     for index in sorted({0, steps // 2, steps - 1}):
         for name in (WITHOUT, WITH):
@@ -348,9 +365,9 @@ def share_a_batch(model, window, step, temperature, seed):
         "slots": shape[2],
         "stale": stale,
         "ids": ids.tolist(),
-        "ids_alone": [run[0][len(prompt) :] for run, prompt in zip(alone, prompts, strict=True)],
+        "ids_alone": [run["ids"][len(prompt) :] for run, prompt in zip(alone, prompts, strict=True)],
         "difference_of_logits": float(
-            np.max(np.abs(logits - np.stack([run[1] for run in alone], axis=1)))
+            np.max(np.abs(logits - np.stack([run["logits"] for run in alone], axis=1)))
         ),
         "generated": [
             row[length : length + BATCH_STEPS].tolist()
@@ -500,11 +517,14 @@ def tell_work(numbers, output):
         rows,
         "rrrrr",
     )
+    last = length + steps - 1
+    closed = steps * (length + last) // 2
     point(
         output,
-        f"Positions computed: {totals[WITHOUT]} and {totals[WITH]}. {steps} steps of {length}, "
-        f"{length + 1}, ... {length + steps - 1} positions make {steps} x "
-        f"({length} + {length + steps - 1}) / 2 = {steps * (2 * length + steps - 1) // 2}.",
+        f"Positions computed: {totals[WITHOUT]}, {steps} x ({length} + {last}) / 2 = {closed}, since "
+        f"each step reads one more; and {totals[WITH]}, the prompt's {length} and one a step, "
+        f"{length} + {steps - 1} = {last}"
+        + ("." if totals == {WITHOUT: closed, WITH: last} else ": not what was computed."),
     )
     counted = work["counted"]
     right = sum(entry["formula"] == entry["graph"] for entry in counted)

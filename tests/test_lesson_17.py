@@ -106,8 +106,8 @@ def test_a_cache_whose_positions_stand_still_would_show(monkeypatch):
         return step(token_ids, tf.minimum(positions, 2), cache)
 
     wrong = lesson().write_with_cache(model, stuck, PROMPT, 4, draw_token)
-    np.testing.assert_allclose(wrong[1][0], right[1][0], rtol=0, atol=1e-5)
-    assert np.max(np.abs(wrong[1][1:] - right[1][1:])) > 1e-3
+    np.testing.assert_allclose(wrong["logits"][0], right["logits"][0], rtol=0, atol=1e-5)
+    assert np.max(np.abs(wrong["logits"][1:] - right["logits"][1:])) > 1e-3
 
 
 # The work
@@ -129,10 +129,10 @@ def test_work_counted_by_hand(numbers, told):
         positions * (each + 2 * 512 * 8) for positions in (3, 1, 1, 1, 1)
     ]
     text = told(numbers)
-    assert (
-        "Positions computed: 25 and 7. 5 steps of 3, 4, ... 7 positions make 5 x (3 + 7) / 2 = 25."
-        in text
-    )
+    assert "Positions computed: 25, 5 x (3 + 7) / 2 = 25, since each step reads one more; and 7" in text
+    assert "one a step, 3 + 4 = 7. *" in text
+    twice = other(numbers, "work", "computed", "with a cache", value=[3, 2, 2, 2, 2])
+    assert "3 + 4 = 7: not what was computed." in told(twice)
     assert "it meets all 8 slots of the cache" in text
 
 
