@@ -347,7 +347,9 @@ def test_the_picture_shows_every_setting_on_the_same_words(numbers):
         (dots,) = axes.lines
         shares = np.array(entry["counts"])[numbers["order"][:10]] / DRAWS
         np.testing.assert_allclose(dots.get_xdata().filled(0.0), shares)
-    assert figure.axes[4].get_title() == "top-k 3"
+    titles = [axes.get_title() for axes in figure.axes]
+    assert titles[:3] == ["temperature 0.5", "temperature 1", "temperature 2"]
+    assert titles[3:] == ["top-k 1", "top-k 3", "top-k 6", "top-p 0.5", "top-p 0.8", "top-p 0.95"]
 
 
 def test_every_option_has_a_help_text(monkeypatch, capsys):
