@@ -83,6 +83,13 @@ def test_masked_weights_are_exactly_zero_and_the_others_share_one():
     assert float(weights[0, 2]) == 0.0
 
 
+@pytest.mark.parametrize(("dtype", "large"), [("float32", 1e30), ("float64", 1e300)])
+def test_masked_weights_are_zero_however_far_the_scores_lie_apart(dtype, large):
+    scores = tf.constant(np.array([[-large, large], [large, -large]]), dtype)
+    weights = functional.attention_weights(scores, ops.array([[True, False], [True, False]]))
+    np.testing.assert_array_equal(weights, [[1.0, 0.0], [1.0, 0.0]])
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_a_row_without_a_key_has_zero_weights_and_zero_gradient(dtype):
     scores = ops.array([[1.0, 2.0], [3.0, 4.0]], dtype)
@@ -151,17 +158,18 @@ def test_blockwise_is_the_same_on_every_path(on_every_path):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5, err_msg=path)
 
 
-def test_blockwise_takes_lengths_that_are_known_only_at_run_time():
+@pytest.mark.parametrize("causal", [True, False])
+def test_blockwise_takes_lengths_that_are_known_only_at_run_time(causal):
     spec = tf.TensorSpec((None, H, None, K), tf.float64)
 
     @tf.function(input_signature=[spec] * 4)
     def run(queries, keys, values, upstream):
-        attend = lambda q, k, v: functional.blockwise_attention(q, k, v, causal=True, block_size=4)  # noqa: E731
+        attend = lambda q, k, v: functional.blockwise_attention(q, k, v, causal=causal, block_size=4)  # noqa: E731
         return _loss_and_gradients(attend)(queries, keys, values, upstream)
 
     for length in (0, 1, 4, 9):
         arguments = [_draw(B, H, length, K, seed=seed) for seed in range(4)]
-        mask = functional.causal_mask(ops.arange(length), ops.arange(length))
+        mask = functional.causal_mask(ops.arange(length), ops.arange(length)) if causal else None
         expected = _loss_and_gradients(lambda q, k, v, mask=mask: _dense(q, k, v, mask))(*arguments)
         for ours, theirs in zip(run(*arguments), expected, strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-11, atol=1e-12)
@@ -230,8 +238,8 @@ def test_causal_blockwise_attention_of_unequal_lengths_is_refused():
 
 @pytest.mark.parametrize("block_size", [3, 4])
 def test_blockwise_finds_low_scores_behind_a_masked_block(block_size):
-    # The first block is masked; a running maximum that started at 0 there would let exp(-500) vanish.
-    queries, keys = np.full((1, 1, 7, 1), -500.0), np.ones((1, 1, 7, 1))
+    # The first block is masked; a running maximum that started at 0 there would let exp(-5000) vanish.
+    queries, keys = np.full((1, 1, 7, 1), -5000.0), np.ones((1, 1, 7, 1))
     values = np.arange(7.0).reshape(1, 1, 7, 1)
     mask = np.array([[False] * 4 + [True] * 3])
     attended = functional.blockwise_attention(
