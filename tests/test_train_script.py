@@ -101,7 +101,8 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit_as_if_it_had_not_been(unbroke
     with open(run / "history.jsonl", "r+") as file:
         file.truncate(len(file.read()) - 5)
     train("--out", run, "--resume", "--checkpoint-every", 2, "--evaluate-every", 3)
-    assert history(run) == history(unbroken)
+    # To the last digit and line: no step is lost, and none is told twice.
+    assert (run / "history.jsonl").read_text() == (unbroken / "history.jsonl").read_text()
     assert sorted(path.name for path in (run / "checkpoints").glob("*.index")) == [
         "ckpt-4.index",
         "ckpt-6.index",

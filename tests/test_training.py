@@ -1,6 +1,8 @@
 """Training: the loss by hand, batches from seed and step, the step, checkpoints, evaluation."""
 
 import math
+import subprocess
+import sys
 
 import keras
 import numpy as np
@@ -243,6 +245,61 @@ def test_fifty_steps_on_one_batch_learn_it_by_heart():
     losses = [float(step(windows, windows + 1)) for _ in range(50)]
     assert losses[0] == pytest.approx(math.log(V), abs=0.1)
     assert losses[-1] < 0.05
+
+
+ON_TWO_DEVICES = """
+import sys
+import keras, numpy as np, tensorflow as tf
+from keras_tinyattn import gpt, make_train_step
+
+given = np.load(sys.argv[1])
+cpu = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+with strategy.scope():
+    model = gpt(11, 5, 6, 3, num_layers=1)
+    model.build((None, 5))
+    model.set_weights([given[f"weight_{index}"] for index in range(len(model.weights))])
+    step = make_train_step(model, keras.optimizers.SGD(0.5), clip_norm=0.2)
+    batch = [
+        strategy.experimental_distribute_values_from_function(
+            lambda context, name=name: tf.constant(
+                given[name][context.replica_id_in_sync_group : context.replica_id_in_sync_group + 1]
+            )
+        )
+        for name in ("windows", "targets", "mask")
+    ]
+    loss = step(*batch)
+    after = {f"weight_{i}": keras.ops.convert_to_numpy(v) for i, v in enumerate(model.weights)}
+try:
+    with strategy.scope():
+        make_train_step(model, keras.optimizers.SGD(0.5, global_clipnorm=1.0))
+except ValueError as error:
+    print(error)
+np.savez(sys.argv[2], loss=loss.numpy(), **after)
+"""
+
+
+def test_a_step_on_two_devices_is_the_step_on_one_also_where_their_real_targets_differ(tmp_path):
+    # A plain gradient step: AdamW would hide a gradient that is twice as long.
+    model = tiny_model()
+    step = training.make_train_step(model, keras.optimizers.SGD(0.5), clip_norm=0.2)
+    windows, targets = a_batch()
+    mask = np.ones((B, T), "bool")
+    mask[0, 1:] = False
+    weights = {f"weight_{index}": weight for index, weight in enumerate(model.get_weights())}
+    np.savez(tmp_path / "given.npz", windows=windows, targets=targets, mask=mask, **weights)
+    loss = step(windows, targets, mask)
+    command = [sys.executable, "-c", ON_TWO_DEVICES, tmp_path / "given.npz", tmp_path / "got.npz"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 0, ended.stderr
+    assert "Expected an optimizer that does not clip, on 2 devices" in ended.stdout
+    got = np.load(tmp_path / "got.npz")
+    # Float32 sums in another order.
+    np.testing.assert_allclose(got["loss"], loss, rtol=1e-5)
+    assert np.any(got["weight_0"] != weights["weight_0"])
+    for index, weight in enumerate(model.get_weights()):
+        np.testing.assert_allclose(got[f"weight_{index}"], weight, atol=1e-6)
 
 
 def test_vectors_do_not_decay_and_matrices_do():
