@@ -96,6 +96,7 @@ def test_what_is_printed_fits_80_columns_and_comes_from_the_numbers(quick_layer,
         assert f"the fastest of all is {fastest['column']} ({fastest['ratio']:.2f})" in told
 
 
+@pytest.mark.slow
 def test_a_quick_memory_run_reports_growth_and_how_it_grows_with_the_length(quick_memory):
     ended, numbers = quick_memory
     assert ended.stderr == ""
@@ -232,6 +233,7 @@ def test_a_measuring_process_that_fails_is_told_in_one_sentence(peers):
         script.grow_in_a_process("Keras, graph", peers.Shape(1, 5, 6, 4), "forward", 1)
 
 
+@pytest.mark.slow
 def test_a_quick_generate_run_compares_ids_and_tells_speeds(tmp_path):
     ended = benchmark("generate", "--quick", "--json", tmp_path / "generate.json")
     assert ended.returncode == 0, ended.stderr

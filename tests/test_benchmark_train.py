@@ -11,6 +11,9 @@ import pytest
 SCRIPTS = pathlib.Path(__file__).parents[1] / "scripts"
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
     folder = tmp_path_factory.mktemp("train")

@@ -239,7 +239,9 @@ def test_a_model_of_one_attention_layer_generates_by_the_same_loop():
     assert model.generate([3, 1], 5, jit_compile=False).token_ids.tolist() == walk(model, [3, 1], 5)[0]
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize(
+    "policy", ["mixed_float16", pytest.param("mixed_bfloat16", marks=pytest.mark.slow)]
+)
 def test_half_precision_generates_the_same_plain_and_compiled(policy):
     before = keras.config.dtype_policy()
     keras.config.set_dtype_policy(policy)

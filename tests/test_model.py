@@ -205,6 +205,7 @@ def test_keras_fit_trains_with_keras_callbacks(tmp_path):
     assert fitted.epoch == [3]
 
 
+@pytest.mark.slow
 def test_terminate_on_nan_ends_a_run_that_has_lost_its_way():
     inputs, targets = text_to_fit()
     model = compiled_for_fit()

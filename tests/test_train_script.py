@@ -234,6 +234,7 @@ def test_mixed_precision_learns_and_goes_on_in_it(text, tmp_path):
     assert history(run)[0] == losses
 
 
+@pytest.mark.slow
 def test_two_devices_lose_what_one_loses(text, tmp_path):
     # Without dropout, whose draws are a device's own.
     options = ("--text", text, *SMALL, "--dropout", 0, "--steps", 4)
