@@ -91,8 +91,7 @@ def follow(arguments, strategy):
     prompt = tokenizer.encode(arguments.prompt) if arguments.prompt else token_ids[:1]
     if not 0 < len(prompt) <= settings["sequence_length"]:
         raise ValueError(
-            f"--prompt has {len(prompt)} tokens. "
-            f"The model reads 1 to {settings['sequence_length']}."
+            f"--prompt has {len(prompt)} tokens. The model reads 1 to {settings['sequence_length']}."
         )
     model, optimizer = make_model(settings, tokenizer.vocabulary_size, strategy)
     if chief and not arguments.resume:
