@@ -120,7 +120,12 @@ class VocabProjection(keras.layers.Layer):
             kernel = self.kernel
         # As one matrix: fewer operations, and a tied table is read transposed, not copied.
         *axes, width = sizes(inputs)
-        logits = ops.matmul(ops.reshape(inputs, (-1, width)), ops.cast(kernel, self.compute_dtype))
+        tokens = ops.reshape(inputs, (-1, width))
+        if self.tied and len(inputs.shape) > 1 and inputs.shape[-2] == 1:
+            table = ops.cast(self._tied_embedding().token_embeddings, self.compute_dtype)
+            logits = ops.transpose(ops.matmul(table, ops.transpose(tokens)))
+        else:
+            logits = ops.matmul(tokens, ops.cast(kernel, self.compute_dtype))
         logits = functional.at_least_float32(logits)
         if self.bias is not None:
             logits = ops.add(logits, ops.cast(self.bias, logits.dtype))
