@@ -64,11 +64,7 @@ def attention_scores(queries, keys):
     >>> print(attention_scores(ops.array([[1.0, 2.0]]), ops.array([[3.0, 4.0], [5.0, 6.0]])).numpy())
     [[11. 17.]]
     """
-    queries, keys = at_least_float32(queries), at_least_float32(keys)
-    if queries.shape[-2] == 1:
-        # Keys first: a compiler would copy a whole cache, transposed, for a single query.
-        return ops.swapaxes(ops.matmul(keys, ops.swapaxes(queries, -1, -2)), -1, -2)
-    return ops.matmul(queries, ops.swapaxes(keys, -1, -2))
+    return ops.matmul(at_least_float32(queries), ops.swapaxes(at_least_float32(keys), -1, -2))
 
 
 def softmax(scores):

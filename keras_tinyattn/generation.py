@@ -7,6 +7,8 @@
 A row stands at its own position, so prompts of unequal length share a batch, padded on the right.
 """
 
+import contextlib
+import functools
 import weakref
 from typing import Any, NamedTuple
 
@@ -16,10 +18,12 @@ import tensorflow as tf
 
 from keras_tinyattn import sampling
 from keras_tinyattn._boundary import require, value_errors
+from keras_tinyattn.layers import causal_attention
 
 __all__ = ["Generation", "generate", "stream"]
 
 MAX_STOP_TOKENS = 8
+GROW_FROM = 256  # positions
 
 
 class Generation(NamedTuple):
@@ -200,12 +204,18 @@ def _continue(model, prompt_ids, prompt_lengths, settings, pad_id, jit_compile):
         arguments = tf.nest.map_structure(
             lambda x: _pad_rows(x, padded_rows), (prompt_lengths, settings, budget)
         )
-        run = _graph(model, "compiled", _run, (*_signature()[:3], _signature()[1]), jit_compile=True)
+        run = _graph(
+            model,
+            "compiled",
+            functools.partial(_run, jit_compile=True),
+            (*_signature()[:3], _signature()[1]),
+            jit_compile=True,
+        )
         state = run(_pad_width(_pad_rows(prompt_ids, padded_rows), width), *arguments)
         state = [x[:rows] for x in state]
     else:
         width = tf.reduce_max(tf.concat([prompt_lengths, [1]], 0))
-        state = _run(model, prompt_ids[:, :width], prompt_lengths, settings, budget)
+        state = _run(model, prompt_ids[:, :width], prompt_lengths, settings, budget, jit_compile=False)
     return _assemble(prompt_ids, prompt_lengths, *state, pad_id)
 
 
@@ -225,17 +235,30 @@ class _State(NamedTuple):
     cache: Any
 
 
-def _run(model, prompt_ids, prompt_lengths, settings, budget):
+def _run(model, prompt_ids, prompt_lengths, settings, budget, jit_compile):
     """All the steps of a batch: new ids (B, N), their log-probabilities, counts, and who stopped."""
     weights = read_weights(model)
     state = _start(model, weights, prompt_ids, prompt_lengths, settings, budget)
-    state = tf.while_loop(
-        lambda *state: ~tf.reduce_all(_State(*state).done),
-        lambda *state: _step(model, weights, _State(*state), settings),
-        state,
-        parallel_iterations=1,
-    )
-    state = _State(*state)
+    width, slots = tf.shape(prompt_ids)[1], model.sequence_length
+    if not jit_compile:
+        lengths = [tf.reduce_max(tf.concat([prompt_lengths + budget, [0]], 0))]
+    else:
+        # A step reads the whole cache, and the compiler must know its length: it grows with the texts.
+        lengths = [slots // 4, slots // 2, slots] if slots >= GROW_FROM else [slots]
+    for length in lengths:
+        length = tf.maximum(length, width)
+
+        def goes_on(*state, length=length):
+            state = _State(*state)
+            return ~tf.reduce_all(state.done) & tf.reduce_all(state.position < length)
+
+        state = tf.while_loop(
+            goes_on,
+            lambda *state: _step(model, weights, _State(*state), settings, in_place=not jit_compile),
+            state._replace(cache=grow_cache(state.cache, length)),
+            parallel_iterations=1,
+        )
+        state = _State(*state)
     return (
         tf.transpose(state.new_ids),
         tf.transpose(state.new_logprobs),
@@ -272,21 +295,28 @@ def read_weights(model):
 
 
 def read_window(model, weights, token_ids):
-    """Logits, attention weights and cache after whole windows (B, T), padded on the right."""
+    """Logits, attention weights and a cache of T slots after windows (B, T), padded on the right."""
     rows, width = tf.shape(token_ids)[0], tf.shape(token_ids)[1]
-    # The cache is as long as the model: an unknown length would cost every layer of every step its own
-    # bookkeeping.
     return advance_graph(model)(
         weights,
         tf.clip_by_value(token_ids, 0, model.vocabulary_size - 1),
         tf.tile(tf.range(width)[None, :], (rows, 1)),
-        model.make_cache(rows),
+        model.make_cache(rows, width),
     )
 
 
-def _step(model, weights, state, settings):
+def grow_cache(cache, length):
+    """The same cache with empty slots behind, `length` in all."""
+    # When all of it is there nobody reads the old one any more, and the new one may be its memory.
+    with tf.control_dependencies(tf.nest.flatten(cache)):
+        return tf.nest.map_structure(
+            lambda x: tf.pad(x, ((0, 0), (0, 0), (0, length - tf.shape(x)[2]), (0, 0))), cache
+        )
+
+
+def _step(model, weights, state, settings, in_place=False):
     """One more token for each row that is not done."""
-    logits, _, cache = advance_graph(model, tokens=1)(
+    logits, _, cache = advance_graph(model, tokens=1, in_place=in_place)(
         weights, state.token[:, None], state.position[:, None], state.cache
     )
     logits = tf.cast(logits[:, 0], tf.float32)
@@ -366,7 +396,7 @@ def _graph(model, name, function, signature, **options):
     return graphs[name]
 
 
-def advance_graph(model, tokens=None):
+def advance_graph(model, tokens=None, in_place=False):
     """The cached forward pass of T tokens a row: one copy in a graph, however often it is called.
 
     It takes the values of the model's variables, which a loop then reads once and not at every step,
@@ -376,10 +406,13 @@ def advance_graph(model, tokens=None):
     Args:
         model: the model.
         tokens: T; None for any number, 1 for a step, whose graph needs half the operations.
+        in_place: whether it may write into the cache it is given, to which nobody else may hold a
+            reference then. A compiler finds that out by itself.
     """
 
     def advance(model, weights, token_ids, positions, cache):
-        with keras.StatelessScope(zip(model.variables, weights, strict=True)):
+        writes = causal_attention.in_place() if in_place else contextlib.nullcontext()
+        with keras.StatelessScope(zip(model.variables, weights, strict=True)), writes:
             return model(
                 token_ids,
                 cache=cache,
@@ -390,7 +423,7 @@ def advance_graph(model, tokens=None):
 
     ids = tf.TensorSpec((None, tokens), tf.int32)
     signature = (_weights_spec(model), ids, ids, _cache_spec(model))
-    return _graph(model, ("advance", tokens), advance, signature)
+    return _graph(model, ("advance", tokens, in_place), advance, signature)
 
 
 def check_graph(model):
@@ -422,7 +455,8 @@ def _stepwise_graphs(model):
         prompt_ids = check_graph(model)(prompt_ids, prompt_lengths, settings)
         budget = _budget(model, prompt_lengths, settings)
         weights = read_weights(model)
-        return _start(model, weights, prompt_ids, prompt_lengths, settings, budget)
+        state = _start(model, weights, prompt_ids, prompt_lengths, settings, budget)
+        return state._replace(cache=grow_cache(state.cache, model.sequence_length))
 
     def step(model, state, settings):
         return _step(model, read_weights(model), _State(*state), settings)
@@ -454,10 +488,12 @@ def _weights_spec(model):
 
 
 def _cache_spec(model):
-    """One entry a block: keys and values (B, H, S, K), with a slot for every position."""
+    """One entry a block: keys and values (B, H, S, K)."""
     with tf.init_scope():
         cache = model.make_cache(1)
-    return tf.nest.map_structure(lambda x: tf.TensorSpec((None, *x.shape[1:]), x.dtype), cache)
+    return tf.nest.map_structure(
+        lambda x: tf.TensorSpec((None, x.shape[1], None, x.shape[3]), x.dtype), cache
+    )
 
 
 def _signature():

@@ -3,6 +3,7 @@
 import keras
 
 from keras_tinyattn.layers import DecoderBlock, TokenAndPositionEmbedding, VocabProjection
+from keras_tinyattn.layers.causal_attention import shared_step
 
 __all__ = ["CausalLM", "gpt"]
 
@@ -99,18 +100,19 @@ class CausalLM(keras.Model):
             )
         x = self.embedding(token_ids, positions=positions)
         weights, new_cache = [], []
-        for index, block in enumerate(self.blocks):
-            options = {"training": training}
-            if cache is not None:
-                options |= {"cache": cache[index], "positions": positions}
-            if return_attention_scores:
-                options["return_attention_scores"] = True
-            outputs = block(x, **options)
-            x, *extras = outputs if isinstance(outputs, tuple) else (outputs,)
-            if return_attention_scores:
-                weights.append(extras.pop(0))
-            if cache is not None:
-                new_cache.append(extras.pop())
+        with shared_step():
+            for index, block in enumerate(self.blocks):
+                options = {"training": training}
+                if cache is not None:
+                    options |= {"cache": cache[index], "positions": positions}
+                if return_attention_scores:
+                    options["return_attention_scores"] = True
+                outputs = block(x, **options)
+                x, *extras = outputs if isinstance(outputs, tuple) else (outputs,)
+                if return_attention_scores:
+                    weights.append(extras.pop(0))
+                if cache is not None:
+                    new_cache.append(extras.pop())
         if self.final_norm is not None:
             x = self.final_norm(x)
         outputs = (self.projection(x),)

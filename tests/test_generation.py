@@ -61,6 +61,28 @@ def test_the_cached_loop_gives_what_whole_windows_give(model, jit_compile):
 
 
 @pytest.mark.parametrize("jit_compile", [False, True])
+def test_texts_grow_through_all_the_lengths_of_the_cache(jit_compile):
+    # The compiled loop goes on with a longer cache at 64, at 128, and where the longest prompt ends.
+    keras.utils.set_random_seed(2)
+    model = gpt(V, sequence_length=256, hidden_dim=12, num_heads=3, num_layers=2)
+    model.build((None, 256))
+    for variable in model.weights:
+        variable.assign(variable * 20)
+    draw = np.random.default_rng(0)
+    prompts = [draw.integers(0, V, size).tolist() for size in (3, 63, 64, 127, 200)]
+    settings = {"temperature": 1.0, "seed": 3, "jit_compile": jit_compile}
+    together = generate(model, prompts, 150, **settings)
+    assert together.lengths.tolist() == [153, 213, 214, 256, 256]
+    for row, prompt in enumerate(prompts):
+        alone = generate(model, prompt, 150, **settings).token_ids
+        assert together.token_ids[row, : together.lengths[row]].tolist() == alone.tolist()
+        # Each new token's log-probability as a window without a cache tells it.
+        logprobs = tf.nn.log_softmax(model(alone[None])[0]).numpy()
+        expected = logprobs[np.arange(len(prompt) - 1, len(alone) - 1), alone[len(prompt) :]]
+        assert together.new_logprobs[row, : len(expected)] == pytest.approx(expected, abs=5e-3)
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
 def test_alone_or_in_a_batch_of_any_order_a_prompt_gets_the_same_ids(model, jit_compile):
     settings = [
         {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 1},

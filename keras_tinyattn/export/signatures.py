@@ -172,10 +172,8 @@ class Signatures(tf.Module):
         longest = min(MAX_ATTENTION_TOKENS, self._model().sequence_length)
         token_ids, length = self._window(text, longest)
         logits, weights, _ = self._read_window(token_ids)
-        width = tf.shape(token_ids)[1]
-        real = tf.sequence_mask(length, width)
-        # The cache has a slot for every position of the model; the text fills the first ones.
-        weights = tf.stack([tf.cast(layer[..., :width], tf.float32) for layer in weights], axis=1)
+        real = tf.sequence_mask(length, tf.shape(token_ids)[1])
+        weights = tf.stack([tf.cast(layer, tf.float32) for layer in weights], axis=1)
         pieces = self._shared.detokenize(
             tf.reshape(token_ids, (-1, 1)), tf.ones(tf.size(token_ids), tf.int32)
         )
@@ -197,6 +195,7 @@ class Signatures(tf.Module):
         width = tf.reduce_max(tf.concat([prompt_length, [1]], 0))
         logits, _, cache = self._read_window(prompt_ids[:, :width])
         logits = tf.gather(logits, prompt_length - 1, batch_dims=1)
+        cache = generation.grow_cache(cache, model.sequence_length)
         return {"logits": logits, **_cache_outputs(cache)}
 
     def step(self, token_id, position, **cache):

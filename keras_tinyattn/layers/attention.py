@@ -272,9 +272,13 @@ class ScaledSelfAttention(keras.layers.Layer):
     def _scale(self, queries):
         return queries * self.head_dim**-0.5
 
-    def _attend(self, queries, keys, values, mask, rows_may_be_empty, training=None):
+    def _attend(self, queries, keys, values, mask, rows_may_be_empty, training=None, keys_first=False):
         """Weights (B, H, T, S) and what they fetch, (B, H, T, K)."""
-        scores = functional.attention_scores(self._scale(queries), keys)
+        queries = self._scale(queries)
+        if keys_first:
+            scores = ops.swapaxes(functional.attention_scores(keys, queries), -1, -2)
+        else:
+            scores = functional.attention_scores(queries, keys)
         weights = functional.attention_weights(scores, mask, rows_may_be_empty)
         weights = ops.cast(weights, self.compute_dtype)
         kept = weights if self._dropout is None else self._dropout(weights, training=training)

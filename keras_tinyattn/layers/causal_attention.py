@@ -1,7 +1,11 @@
 """Causal self-attention: a full window, or a step that continues a cache."""
 
+import contextlib
+import contextvars
+from typing import Any, NamedTuple
+
 import keras
-from keras import ops
+from keras import backend, ops
 
 from keras_tinyattn import functional
 from keras_tinyattn.layers._arguments import check_positions, fits
@@ -77,16 +81,18 @@ class CausalSelfAttention(ScaledSelfAttention):
         positions = ops.convert_to_tensor(positions)
         self._check_shapes(inputs, cache, positions)
         keys, values = cache
-        if len(positions.shape) == 1:
-            positions = ops.broadcast_to(positions, ops.shape(inputs)[:2])
-        slots = ops.clip(positions, 0, ops.shape(keys)[2] - 1)
-        poison = ops.where(ops.equal(slots, positions), 0.0, float("nan"))[..., None]
-        slots = ops.cast(slots, "int32")
-        queries, new_keys, new_values = self._project(inputs + ops.cast(poison, inputs.dtype))
-        keys, values = _write((keys, values), slots, (new_keys, new_values))
-        causal = functional.causal_mask(slots, ops.arange(ops.shape(keys)[2]))
+        step = _step(positions, inputs, keys)
+        queries, new_keys, new_values = self._project(inputs + ops.cast(step.poison, inputs.dtype))
+        keys, values = _write(keys, step, new_keys), _write(values, step, new_values)
         weights, attended = self._attend(
-            queries, keys, values, causal[:, None], rows_may_be_empty=False, training=training
+            queries,
+            keys,
+            values,
+            step.mask,
+            rows_may_be_empty=False,
+            training=training,
+            # A compiler would copy a whole cache, transposed, for a single query.
+            keys_first=inputs.shape[1] == 1 and not _in_place.get(),
         )
         output = self._output(attended)
         cache = (keys, values)
@@ -110,19 +116,88 @@ class CausalSelfAttention(ScaledSelfAttention):
         check_positions(positions.shape, B, T)
 
 
-def _write(caches, slots, updates):
-    """Put updates (B, H, T, K) into caches (B, H, S, K), each row at its own slots (B, T)."""
-    num_heads, head_dim = updates[0].shape[1], updates[0].shape[3]
-    # From the slots, which all layers share: a graph then has these operations once, not once a layer.
-    batch, tokens = ops.shape(slots)
-    rows = ops.broadcast_to(ops.arange(batch)[:, None, None], (batch, num_heads, tokens))
-    heads = ops.broadcast_to(ops.arange(num_heads)[None, :, None], (batch, num_heads, tokens))
-    places = ops.broadcast_to(slots[:, None], (batch, num_heads, tokens))
-    places = ops.reshape(ops.stack([rows, heads, places], axis=-1), (-1, 3))
-    return tuple(
-        ops.scatter_update(cache, places, ops.reshape(ops.cast(update, cache.dtype), (-1, head_dim)))
-        for cache, update in zip(caches, updates, strict=True)
+class _Step(NamedTuple):
+    """What all layers of a cached step have in common."""
+
+    positions: Any  # (B, T) or (T,), as they came in
+    poison: Any  # (B, T, 1): 0, or NaN where a position is outside the cache
+    mask: Any  # (B, 1, T, S): who may look at whom
+    places: Any  # (B * H * T,): where new keys and values go in a cache of (B * H * S, K)
+    cache_shape: Any  # B, H, S, K
+
+
+_shared = contextvars.ContextVar("the steps made so far, by what they depend on", default=None)
+_in_place = contextvars.ContextVar("whether a step may write into the cache it is given", default=False)
+
+
+@contextlib.contextmanager
+def shared_step():
+    """Within it, layers that are given the same positions share what follows from them."""
+    token = _shared.set({} if backend.backend() == "tensorflow" else None)
+    try:
+        yield
+    finally:
+        _shared.reset(token)
+
+
+@contextlib.contextmanager
+def in_place():
+    """Within it, a graph is made for a loop that keeps no other reference to its cache.
+
+    TensorFlow's functional scatter copies the whole cache at every step on a CPU.
+    """
+    token = _in_place.set(True)
+    try:
+        yield
+    finally:
+        _in_place.reset(token)
+
+
+def _step(positions, inputs, keys):
+    made, key = _shared.get(), None
+    if made is not None:
+        import tensorflow as tf
+
+        # Not across graphs: a tensor of an inner one is nothing to the outer.
+        key = (id(tf.compat.v1.get_default_graph()), id(positions), tuple(keys.shape[1:3]))
+        if key in made:
+            return made[key]
+    rows, tokens = ops.shape(inputs)[:2]
+    _, num_heads, slots, head_dim = ops.shape(keys)
+    at = ops.broadcast_to(positions, (rows, tokens)) if len(positions.shape) == 1 else positions
+    inside = ops.clip(at, 0, slots - 1)
+    poison = ops.where(ops.equal(inside, at), 0.0, float("nan"))[..., None]
+    inside = ops.cast(inside, "int32")
+    first = ops.reshape(ops.arange(rows * num_heads) * slots, (rows, num_heads, 1))
+    step = _Step(
+        positions=positions,
+        poison=poison,
+        mask=functional.causal_mask(inside, ops.arange(slots))[:, None],
+        places=ops.reshape(first + inside[:, None], (-1,)),
+        cache_shape=_as_one((rows, num_heads, slots, head_dim)),
     )
+    if made is not None:
+        made[key] = step
+    return step
+
+
+def _as_one(shape):
+    """A shape as one tensor, where some of its sizes are tensors."""
+    return shape if all(isinstance(size, int) for size in shape) else ops.stack(shape)
+
+
+def _write(cache, step, update):
+    """Put an update (B, H, T, K) into a cache (B, H, S, K), each row at its own slots."""
+    head_dim = cache.shape[3]
+    flat = ops.reshape(cache, (-1, head_dim))
+    update = ops.reshape(ops.cast(update, cache.dtype), (-1, head_dim))
+    if _in_place.get():
+        import tensorflow as tf
+
+        flat = tf.raw_ops.InplaceUpdate(x=flat, i=step.places, v=update)
+    else:
+        flat = ops.scatter_update(flat, step.places[:, None], update)
+    return ops.reshape(flat, step.cache_shape)
 
 
 def _check_cache(cache, positions):
