@@ -18,7 +18,8 @@ import tensorflow as tf
 
 from keras_tinyattn import sampling
 from keras_tinyattn._boundary import require, value_errors
-from keras_tinyattn.layers import causal_attention
+from keras_tinyattn.layers import CausalSelfAttention, DecoderBlock, causal_attention
+from keras_tinyattn.model import block_caller
 
 __all__ = ["Generation", "generate", "stream"]
 
@@ -240,6 +241,7 @@ def _run(model, prompt_ids, prompt_lengths, settings, budget, jit_compile):
     weights = read_weights(model)
     state = _start(model, weights, prompt_ids, prompt_lengths, settings, budget)
     width, slots = tf.shape(prompt_ids)[1], model.sequence_length
+    step = _step_graph(model, in_place=not jit_compile)
     if not jit_compile:
         lengths = [tf.reduce_max(tf.concat([prompt_lengths + budget, [0]], 0))]
     else:
@@ -254,7 +256,7 @@ def _run(model, prompt_ids, prompt_lengths, settings, budget, jit_compile):
 
         state = tf.while_loop(
             goes_on,
-            lambda *state: _step(model, weights, _State(*state), settings, in_place=not jit_compile),
+            lambda *state: step(weights, _State(*state), settings),
             state._replace(cache=grow_cache(state.cache, length)),
             parallel_iterations=1,
         )
@@ -290,8 +292,23 @@ def _start(model, weights, prompt_ids, prompt_lengths, settings, budget):
 
 
 def read_weights(model):
-    """The values of the model's variables."""
-    return [tf.convert_to_tensor(variable.value) for variable in model.variables]
+    """The values of the model's variables, and the joint projections of its attention layers."""
+    return _weights_graph(model)()
+
+
+def _weights_graph(model):
+    def read(model):
+        return (
+            [tf.convert_to_tensor(variable.value) for variable in model.variables],
+            [layer.joint_projection() for layer in _attention_layers(model.blocks)],
+        )
+
+    return _graph(model, "weights", read, ())
+
+
+def _weights_spec(model):
+    weights = _weights_graph(model).structured_outputs
+    return tf.nest.map_structure(lambda x: tf.TensorSpec(x.shape, x.dtype), weights)
 
 
 def read_window(model, weights, token_ids):
@@ -314,7 +331,7 @@ def grow_cache(cache, length):
         )
 
 
-def _step(model, weights, state, settings, in_place=False):
+def _step(model, weights, state, settings, in_place):
     """One more token for each row that is not done."""
     logits, _, cache = advance_graph(model, tokens=1, in_place=in_place)(
         weights, state.token[:, None], state.position[:, None], state.cache
@@ -411,8 +428,12 @@ def advance_graph(model, tokens=None, in_place=False):
     """
 
     def advance(model, weights, token_ids, positions, cache):
-        writes = causal_attention.in_place() if in_place else contextlib.nullcontext()
-        with keras.StatelessScope(zip(model.variables, weights, strict=True)), writes:
+        variables, _ = weights
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(keras.StatelessScope(zip(model.variables, variables, strict=True)))
+            stack.callback(
+                block_caller.reset, block_caller.set(_caller_of_blocks(model, weights, in_place))
+            )
             return model(
                 token_ids,
                 cache=cache,
@@ -424,6 +445,59 @@ def advance_graph(model, tokens=None, in_place=False):
     ids = tf.TensorSpec((None, tokens), tf.int32)
     signature = (_weights_spec(model), ids, ids, _cache_spec(model))
     return _graph(model, ("advance", tokens, in_place), advance, signature)
+
+
+def _caller_of_blocks(model, weights, in_place):
+    """Calls blocks so that those which differ in their weights alone are one function in the graph."""
+    variables, joint = weights
+    value_of = {id(key): value for key, value in zip(model.variables, variables, strict=True)}
+    joint_of = dict(zip(map(id, _attention_layers(model.blocks)), joint, strict=True))
+    functions = {}
+
+    def call(block, x, cache, positions, **options):
+        if type(block) not in (DecoderBlock, CausalSelfAttention):
+            return block(x, cache=cache, positions=positions, **options)
+        step = causal_attention.make_step(positions, x, cache[0])
+        arguments = (
+            [value_of[id(variable)] for variable in block.variables],
+            [joint_of[id(layer)] for layer in _attention_layers([block])],
+            x,
+            cache,
+            step,
+        )
+
+        def run(variables, joint, x, cache, step):
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(keras.StatelessScope(zip(block.variables, variables, strict=True)))
+                stack.enter_context(causal_attention.shared_step(step, cache[0]))
+                if in_place:
+                    layers = map(id, _attention_layers([block]))
+                    joint = dict(zip(layers, joint, strict=True))
+                    stack.enter_context(causal_attention.plain_loop(joint))
+                return block(x, cache=cache, positions=step.positions, **options)
+
+        kind = _kind(block)
+        if kind not in functions:
+            spec = tf.nest.map_structure(lambda x: tf.TensorSpec(x.shape, x.dtype), arguments)
+            functions[kind] = tf.function(run, autograph=False).get_concrete_function(*spec)
+        return functions[kind](*arguments)
+
+    return call
+
+
+def _kind(block):
+    """What two blocks have in common that differ in their weights alone."""
+    layers = [(type(layer), {**layer.get_config(), "name": None}) for layer in block._flatten_layers()]
+    return repr((layers, [(variable.shape, variable.dtype) for variable in block.variables]))
+
+
+def _attention_layers(blocks):
+    return [
+        layer
+        for block in blocks
+        for layer in block._flatten_layers()
+        if type(layer) is CausalSelfAttention
+    ]
 
 
 def check_graph(model):
@@ -459,12 +533,29 @@ def _stepwise_graphs(model):
         return state._replace(cache=grow_cache(state.cache, model.sequence_length))
 
     def step(model, state, settings):
-        return _step(model, read_weights(model), _State(*state), settings)
+        return _step_graph(model, in_place=False)(read_weights(model), state, settings)
 
+    settings = _signature()[2]
+    return (
+        _graph(model, "start", start, _signature()[:3]),
+        _graph(model, "step", step, (_state_spec(model), settings)),
+    )
+
+
+def _step_graph(model, in_place):
+    """A step of the loop: one copy in a graph, however many loops there are."""
+
+    def step(model, weights, state, settings):
+        return _step(model, weights, _State(*state), settings, in_place)
+
+    signature = (_weights_spec(model), _state_spec(model), _signature()[2])
+    return _graph(model, ("step of a loop", in_place), step, signature)
+
+
+def _state_spec(model):
     row, scalar = tf.TensorSpec((None,), tf.int32), tf.TensorSpec((), tf.int32)
     flags, slots = tf.TensorSpec((None,), tf.bool), model.sequence_length
-    settings = _signature()[2]
-    state = _State(
+    return _State(
         index=scalar,
         token=row,
         position=row,
@@ -472,19 +563,11 @@ def _stepwise_graphs(model):
         count=row,
         done=flags,
         stopped=flags,
-        recent=settings.stop,
+        recent=_signature()[2].stop,
         new_ids=tf.TensorSpec((slots, None), tf.int32),
         new_logprobs=tf.TensorSpec((slots, None), tf.float32),
         cache=_cache_spec(model),
     )
-    return (
-        _graph(model, "start", start, _signature()[:3]),
-        _graph(model, "step", step, (state, settings)),
-    )
-
-
-def _weights_spec(model):
-    return [tf.TensorSpec(variable.shape, variable.dtype) for variable in model.variables]
 
 
 def _cache_spec(model):

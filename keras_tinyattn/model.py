@@ -1,11 +1,18 @@
 """A causal language model: token ids in, the logits of each next token out."""
 
+import contextvars
+
 import keras
 
 from keras_tinyattn.layers import DecoderBlock, TokenAndPositionEmbedding, VocabProjection
 from keras_tinyattn.layers.causal_attention import shared_step
 
 __all__ = ["CausalLM", "gpt"]
+
+# For `generation`, whose graphs hold blocks that are alike once.
+block_caller = contextvars.ContextVar(
+    "how a model calls its blocks", default=lambda block, x, **options: block(x, **options)
+)
 
 
 @keras.saving.register_keras_serializable(package="keras_tinyattn")
@@ -98,6 +105,7 @@ class CausalLM(keras.Model):
                 f"positions={'None' if positions is None else 'given'}. "
                 "Give both, or leave both out."
             )
+        call_block = block_caller.get()
         x = self.embedding(token_ids, positions=positions)
         weights, new_cache = [], []
         with shared_step():
@@ -107,7 +115,7 @@ class CausalLM(keras.Model):
                     options |= {"cache": cache[index], "positions": positions}
                 if return_attention_scores:
                     options["return_attention_scores"] = True
-                outputs = block(x, **options)
+                outputs = call_block(block, x, **options)
                 x, *extras = outputs if isinstance(outputs, tuple) else (outputs,)
                 if return_attention_scores:
                     weights.append(extras.pop(0))

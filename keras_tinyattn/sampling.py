@@ -41,11 +41,11 @@ def sample(logits, temperature=0.0, top_k=0, top_p=1.0, seed=0, position=0):
     """
     logits = tf.cast(logits, tf.float32)
     rows = tf.shape(logits)[:1]
-    temperature = tf.broadcast_to(tf.cast(temperature, tf.float32), rows)
-    top_k = tf.broadcast_to(tf.cast(top_k, tf.int32), rows)
-    top_p = tf.broadcast_to(tf.cast(top_p, tf.float32), rows)
-    seed = tf.broadcast_to(tf.cast(seed, tf.int32), rows)
-    position = tf.broadcast_to(tf.cast(position, tf.int32), rows)
+    temperature = _one_a_row(temperature, tf.float32, rows)
+    top_k = _one_a_row(top_k, tf.int32, rows)
+    top_p = _one_a_row(top_p, tf.float32, rows)
+    seed = _one_a_row(seed, tf.int32, rows)
+    position = _one_a_row(position, tf.int32, rows)
 
     def draw():
         scaled = _scale(logits, temperature)
@@ -85,8 +85,8 @@ def filter_logits(logits, top_k=0, top_p=1.0):
     array([[-inf,   3.,   2.]], dtype=float32)
     """
     rows, size = tf.shape(logits)[0], tf.shape(logits)[1]
-    top_k = tf.broadcast_to(tf.cast(top_k, tf.int32), (rows,))[:, None]
-    top_p = tf.broadcast_to(tf.cast(top_p, tf.float32), (rows,))[:, None]
+    top_k = _one_a_row(top_k, tf.int32, (rows,))[:, None]
+    top_p = _one_a_row(top_p, tf.float32, (rows,))[:, None]
     order = tf.argsort(logits, direction="DESCENDING", stable=True)
     probabilities = tf.nn.softmax(tf.gather(logits, order, batch_dims=1))
     before = tf.cumsum(probabilities, axis=-1, exclusive=True)
@@ -96,6 +96,11 @@ def filter_logits(logits, top_k=0, top_p=1.0):
     # Back from ranks to token ids: the inverse of a permutation is its argsort.
     kept = tf.gather(kept, tf.argsort(order), batch_dims=1)
     return tf.where(kept, logits, -np.inf)
+
+
+def _one_a_row(value, dtype, rows):
+    value = tf.cast(value, dtype)
+    return value if value.shape.rank == 1 else tf.broadcast_to(value, rows)
 
 
 def _scale(logits, temperature):

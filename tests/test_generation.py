@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras_tinyattn import (
     CausalLM,
     CausalSelfAttention,
+    DecoderBlock,
     TokenAndPositionEmbedding,
     VocabProjection,
     generate,
@@ -259,6 +260,50 @@ def test_a_model_of_one_attention_layer_generates_by_the_same_loop():
     for variable in model.weights:
         variable.assign(variable * 20)
     assert model.generate([3, 1], 5, jit_compile=False).token_ids.tolist() == walk(model, [3, 1], 5)[0]
+
+
+class Doubled(DecoderBlock):
+    """A block of somebody's own, which a graph must not take for the usual one."""
+
+    def call(self, inputs, cache=None, positions=None, return_attention_scores=False, training=None):
+        options = {"return_attention_scores": return_attention_scores, "training": training}
+        return super().call(2 * inputs, cache=cache, positions=positions, **options)
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_blocks_that_are_not_alike_are_not_taken_for_each_other(jit_compile):
+    keras.utils.set_random_seed(4)
+    blocks = [
+        DecoderBlock(12, 3),
+        DecoderBlock(12, 3),
+        DecoderBlock(12, 2),
+        DecoderBlock(12, 3),
+        DecoderBlock(12, 3, intermediate_dim=7),
+        CausalSelfAttention(4, num_heads=3, output_dim=12),
+        CausalSelfAttention(4, num_heads=3, output_dim=12, use_bias=True),
+        Doubled(12, 3),
+    ]
+    blocks[3].mlp_norm.epsilon = 0.5
+    model = CausalLM(TokenAndPositionEmbedding(V, LENGTH, 12), blocks, VocabProjection(V, tied=True))
+    model.build((None, LENGTH))
+    for variable in model.weights:
+        variable.assign(variable * 4 + 0.1)
+    result = model.generate([[1, 2, 3], [4]], 8, jit_compile=jit_compile)
+    for row, prompt in enumerate([[1, 2, 3], [4]]):
+        ids = result.token_ids[row, : result.lengths[row]]
+        logprobs = tf.nn.log_softmax(model(ids[None])[0]).numpy()
+        expected = logprobs[np.arange(len(prompt) - 1, len(ids) - 1), ids[len(prompt) :]]
+        assert result.new_logprobs[row] == pytest.approx(expected, abs=1e-4)
+        assert logprobs.argmax(-1)[len(prompt) - 1 : -1].tolist() == ids[len(prompt) :].tolist()
+
+
+def test_blocks_that_differ_in_their_weights_alone_are_one_function():
+    def functions(num_layers):
+        model = gpt(V, sequence_length=LENGTH, hidden_dim=12, num_heads=3, num_layers=num_layers)
+        model.build((None, LENGTH))
+        return len(request_graph(model, False).graph.as_graph_def().library.function)
+
+    assert functions(1) == functions(5)
 
 
 @pytest.mark.parametrize(

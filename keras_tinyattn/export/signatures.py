@@ -38,7 +38,6 @@ class Signatures(tf.Module):
         # One copy in the graph of what several signatures use; out of the sight of the tracker, which
         # would write each down a second time as a function of its own.
         self._shared = types.SimpleNamespace(
-            window=_graph(lambda ids: model(ids, return_attention_scores=True, training=False), _IDS),
             tokenize=_graph(tokenizer.tokenize, _STRINGS),
             detokenize=_graph(tokenizer.detokenize, _IDS, _INTS),
             prepare=_graph(self._prepare, _STRINGS, _STRINGS, *_SETTINGS.values()),
@@ -196,7 +195,7 @@ class Signatures(tf.Module):
         logits, _, cache = self._read_window(prompt_ids[:, :width])
         logits = tf.gather(logits, prompt_length - 1, batch_dims=1)
         cache = generation.grow_cache(cache, model.sequence_length)
-        return {"logits": logits, **_cache_outputs(cache)}
+        return {"logits": logits, **_cache_outputs(model, cache)}
 
     def step(self, token_id, position, **cache):
         """The logits that follow one more token of each row, and the cache with it."""
@@ -225,7 +224,7 @@ class Signatures(tf.Module):
                 for index, (keys, values) in enumerate(model.make_cache(1, 1))
             ),
         )
-        return {"logits": logits[:, 0], **_cache_outputs(cache)}
+        return {"logits": logits[:, 0], **_cache_outputs(model, cache)}
 
     def sample(self, logits, position, **settings):
         """The next token of each row, for whoever walks with `prefill` and `step`."""
@@ -300,9 +299,13 @@ def _no_settings(like):
     return generation.Settings(zeros, floats, zeros, floats + 1.0, zeros, stop)
 
 
-def _cache_outputs(cache):
+def _cache_outputs(model, cache):
     outputs = {}
-    for index, (keys, values) in enumerate(cache):
+    for index, (parts, empty) in enumerate(zip(cache, model.make_cache(1), strict=True)):
+        keys, values = (
+            tf.ensure_shape(part, (None, *like.shape[1:]))
+            for part, like in zip(parts, empty, strict=True)
+        )
         outputs[f"new_keys_{index}"] = tf.cast(keys, _wire(keys))
         outputs[f"new_values_{index}"] = tf.cast(values, _wire(values))
     return outputs

@@ -81,7 +81,7 @@ class CausalSelfAttention(ScaledSelfAttention):
         positions = ops.convert_to_tensor(positions)
         self._check_shapes(inputs, cache, positions)
         keys, values = cache
-        step = _step(positions, inputs, keys)
+        step = make_step(positions, inputs, keys)
         queries, new_keys, new_values = self._project(inputs + ops.cast(step.poison, inputs.dtype))
         keys, values = _write(keys, step, new_keys), _write(values, step, new_values)
         weights, attended = self._attend(
@@ -92,7 +92,7 @@ class CausalSelfAttention(ScaledSelfAttention):
             rows_may_be_empty=False,
             training=training,
             # A compiler would copy a whole cache, transposed, for a single query.
-            keys_first=inputs.shape[1] == 1 and not _in_place.get(),
+            keys_first=inputs.shape[1] == 1 and _loop.get() is None,
         )
         output = self._output(attended)
         cache = (keys, values)
@@ -102,6 +102,29 @@ class CausalSelfAttention(ScaledSelfAttention):
         """An empty cache: a pair of zeros of shape `(batch_size, H, length, K)`, keys and values."""
         shape = (batch_size, self.num_heads, length, self.head_dim)
         return (ops.zeros(shape, self.compute_dtype), ops.zeros(shape, self.compute_dtype))
+
+    def joint_projection(self):
+        """One kernel for queries, keys and values, (D, 3 H K), and their biases, (3, H, 1, K)."""
+
+        def values(*variables):
+            return [ops.cast(variable, self.compute_dtype) for variable in variables]
+
+        kernels = values(self.query_kernel, self.key_kernel, self.value_kernel)
+        kernel = ops.concatenate(kernels, axis=-1)
+        if not self.use_bias:
+            return (kernel,)
+        biases = values(self.query_bias, self.key_bias, self.value_bias)
+        return kernel, ops.reshape(ops.stack(biases), (3, self.num_heads, 1, self.head_dim))
+
+    def _project(self, inputs):
+        joint = (_loop.get() or {}).get(id(self))
+        if joint is None:
+            return super()._project(inputs)
+        kernel, *bias = joint
+        projected = ops.matmul(ops.reshape(inputs, (-1, kernel.shape[0])), kernel)
+        # In this order: a bias that follows a product at once is fused with it, into a slower kernel.
+        projected = ops.reshape(projected, (-1, 3, self.num_heads, 1, self.head_dim))
+        return ops.unstack(projected + bias[0] if bias else projected, axis=1)
 
     def _check_shapes(self, inputs, cache, positions):
         B, T, _ = inputs.shape
@@ -127,41 +150,49 @@ class _Step(NamedTuple):
 
 
 _shared = contextvars.ContextVar("the steps made so far, by what they depend on", default=None)
-_in_place = contextvars.ContextVar("whether a step may write into the cache it is given", default=False)
+_loop = contextvars.ContextVar("the joint projections of the layers of a loop, by layer", default=None)
 
 
 @contextlib.contextmanager
-def shared_step():
-    """Within it, layers that are given the same positions share what follows from them."""
-    token = _shared.set({} if backend.backend() == "tensorflow" else None)
+def _set(variable, value):
+    token = variable.set(value)
     try:
         yield
     finally:
-        _shared.reset(token)
+        variable.reset(token)
 
 
-@contextlib.contextmanager
-def in_place():
-    """Within it, a graph is made for a loop that keeps no other reference to its cache.
+def shared_step(step=None, keys=None):
+    """Within it, layers that are given the same positions share what follows from them.
 
-    TensorFlow's functional scatter copies the whole cache at every step on a CPU.
+    Args:
+        step: what follows from `step.positions`, if that is known already.
+        keys: the keys of a cache, for their shape; with `step`.
     """
-    token = _in_place.set(True)
-    try:
-        yield
-    finally:
-        _in_place.reset(token)
+    if backend.backend() != "tensorflow":
+        return contextlib.nullcontext()
+    return _set(_shared, {} if step is None else {_key(step.positions, keys): step})
 
 
-def _step(positions, inputs, keys):
-    made, key = _shared.get(), None
-    if made is not None:
-        import tensorflow as tf
+def plain_loop(joint_projections):
+    """Within it, a graph is made for a loop that no compiler sees, of one token a step.
 
-        # Not across graphs: a tensor of an inner one is nothing to the outer.
-        key = (id(tf.compat.v1.get_default_graph()), id(positions), tuple(keys.shape[1:3]))
-        if key in made:
-            return made[key]
+    There the number of kernels counts, one product takes less time than three, and a functional scatter
+    copies the whole cache each time. So the cache is written in place: the loop must keep no other
+    reference to it.
+
+    Args:
+        joint_projections: maps the `id` of a layer to what its `joint_projection` returned.
+    """
+    return _set(_loop, joint_projections)
+
+
+def make_step(positions, inputs, keys):
+    """What follows from the positions (T,) or (B, T) of inputs (B, T, D) and keys (B, H, S, K)."""
+    made = _shared.get()
+    key = None if made is None else _key(positions, keys)
+    if made is not None and key in made:
+        return made[key]
     rows, tokens = ops.shape(inputs)[:2]
     _, num_heads, slots, head_dim = ops.shape(keys)
     at = ops.broadcast_to(positions, (rows, tokens)) if len(positions.shape) == 1 else positions
@@ -181,6 +212,13 @@ def _step(positions, inputs, keys):
     return step
 
 
+def _key(positions, keys):
+    import tensorflow as tf
+
+    # Not across graphs: a tensor of an inner one is nothing to the outer.
+    return id(tf.compat.v1.get_default_graph()), id(positions), tuple(keys.shape[1:3])
+
+
 def _as_one(shape):
     """A shape as one tensor, where some of its sizes are tensors."""
     return shape if all(isinstance(size, int) for size in shape) else ops.stack(shape)
@@ -191,13 +229,16 @@ def _write(cache, step, update):
     head_dim = cache.shape[3]
     flat = ops.reshape(cache, (-1, head_dim))
     update = ops.reshape(ops.cast(update, cache.dtype), (-1, head_dim))
-    if _in_place.get():
+    if _loop.get() is not None:
         import tensorflow as tf
 
         flat = tf.raw_ops.InplaceUpdate(x=flat, i=step.places, v=update)
     else:
         flat = ops.scatter_update(flat, step.places[:, None], update)
-    return ops.reshape(flat, step.cache_shape)
+    written = ops.reshape(flat, step.cache_shape)
+    if hasattr(written, "set_shape"):  # What is known of the shape got lost on the way.
+        written.set_shape(cache.shape)
+    return written
 
 
 def _check_cache(cache, positions):
