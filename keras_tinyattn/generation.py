@@ -252,7 +252,8 @@ def _run(model, prompt_ids, prompt_lengths, settings, budget, jit_compile):
 
         def goes_on(*state, length=length):
             state = _State(*state)
-            return ~tf.reduce_all(state.done) & tf.reduce_all(state.position < length)
+            going = ~tf.reduce_all(state.done)
+            return going & tf.reduce_all(state.position < length) if jit_compile else going
 
         state = tf.while_loop(
             goes_on,

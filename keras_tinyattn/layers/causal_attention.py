@@ -126,6 +126,14 @@ class CausalSelfAttention(ScaledSelfAttention):
         projected = ops.reshape(projected, (-1, 3, self.num_heads, 1, self.head_dim))
         return ops.unstack(projected + bias[0] if bias else projected, axis=1)
 
+    def _output(self, attended):
+        if _loop.get() is None or self.output_dim is None:
+            return super()._output(attended)
+        width = self.num_heads * self.head_dim
+        output = self._linear(ops.reshape(attended, (-1, width)), self.output_kernel, None)
+        output = ops.reshape(output, (-1, 1, self.output_dim))
+        return output if self.output_bias is None else output + self.output_bias
+
     def _check_shapes(self, inputs, cache, positions):
         B, T, _ = inputs.shape
         shapes = [tuple(part.shape) for part in cache]
