@@ -207,3 +207,47 @@ def test_positions_of_another_shape_are_refused(positions):
         ValueError, match=r"positions do not fit the inputs.*Expected shape \(T,\) or \(B, T\)"
     ):
         layer(_draw(B, 1, D), cache=layer.make_cache(B, T), positions=positions)
+
+
+@pytest.mark.parametrize(("length", "strips"), [(127, 1), (128, 2), (200, 4), (700, 8)])
+def test_a_long_window_goes_by_strips_and_gives_the_same(length, strips, on_every_path):
+    layer, x = _attention(), _draw(B, length, D)
+    graph = tf.function(layer).get_concrete_function(tf.TensorSpec((None, length, D))).graph
+    assert sum(node.op == "Softmax" for node in graph.as_graph_def().node) == strips
+
+    def run(x):
+        results = []
+        for scores in (False, True):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                output = layer(x, return_attention_scores=scores)
+                output = output[0] if scores else output
+                loss = tf.reduce_sum(output**2)
+            results.append([output, *tape.gradient(loss, [x, *layer.trainable_variables])])
+        return results
+
+    for _, (by_strips, whole) in on_every_path(run, tf.constant(x)):
+        # The gradients add up all positions; that of a key's bias is zero but for rounding.
+        largest = max(np.abs(expected).max() for expected in whole)
+        for ours, expected in zip(by_strips, whole, strict=True):
+            np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5 * largest)
+    changed = x.copy()
+    changed[:, 100:] += 1
+    later = on_every_path(layer, tf.constant(changed))
+    for (_, before), (_, after) in zip(on_every_path(layer, tf.constant(x)), later, strict=True):
+        assert np.array_equal(before[:, :100], after[:, :100])
+        assert np.all(np.abs(before[:, 100:] - after[:, 100:]).max(-1) > 0.1)
+
+
+def test_dropout_drops_its_share_of_the_weights_in_every_strip():
+    layer = CausalSelfAttention(1, dropout=0.5, seed=1)
+    layer.build((1, 200, 1))
+    for variable in layer.trainable_variables:
+        variable.assign(variable * 0 + (variable is layer.value_kernel))
+    # All scores are zero and all values one: an output is the share that was kept, doubled.
+    output = layer(np.ones((400, 200, 1), "float32"), training=True).numpy()[..., 0]
+    # A mean of 400 (i + 1) coins, each 0 or 2.
+    deviation = np.abs(output.mean(0) - 1) * np.sqrt(400 * np.arange(1, 201))
+    assert deviation.max() < 4.5
+    # Absolute values of standard normal draws have this mean; nothing dropped would be near 0.
+    assert deviation.mean() == pytest.approx(np.sqrt(2 / np.pi), abs=0.2)
