@@ -31,7 +31,10 @@ class Size(NamedTuple):
 
 
 def make_problem(size, columns):
-    """Functions of no arguments that generate ids `(B, new_tokens)`, one a column; all run once."""
+    """Functions that generate ids `(B, new_tokens)`, one a column, and what each gave at its first run.
+
+    Ours can be asked for fewer new tokens.
+    """
     with quiet_imports():
         import keras
 
@@ -78,13 +81,10 @@ def _ours(model, prompts, size, jit_compile, unequal=False):
         # Every second prompt is shorter; the others are still compared.
         rows = [row[: size.prompt_length // 2] if i % 2 else row for i, row in enumerate(rows)]
 
-    def generate():
-        result = model.generate(rows, size.new_tokens, jit_compile=jit_compile)
+    def generate(new_tokens=size.new_tokens):
+        result = model.generate(rows, new_tokens, jit_compile=jit_compile)
         return np.stack(
-            [
-                ids[len(row) : len(row) + size.new_tokens]
-                for ids, row in zip(result[0], rows, strict=True)
-            ]
+            [ids[len(row) : len(row) + new_tokens] for ids, row in zip(result[0], rows, strict=True)]
         )
 
     return generate

@@ -108,7 +108,7 @@ def test_a_quick_memory_run_reports_growth_and_how_it_grows_with_the_length(quic
 
 
 def test_memory_growth_is_the_memory_that_was_touched(peers, monkeypatch):
-    script = importlib.import_module("benchmark")
+    script = importlib.import_module("_benchmark_attention")
     before = script.forget_peak_memory()
     touched = np.ones(200_000_000, dtype=np.uint8)
     held = script.peak_memory() - before
@@ -227,7 +227,7 @@ def test_a_bad_option_ends_in_one_sentence_before_anything_is_measured(options, 
 
 
 def test_a_measuring_process_that_fails_is_told_in_one_sentence(peers):
-    script = importlib.import_module("benchmark")
+    script = importlib.import_module("_benchmark_attention")
     with pytest.raises(ValueError, match=r"The process that measured 'Keras, graph' at T=5 ended with"):
         # 4 heads do not share 6 evenly.
         script.grow_in_a_process("Keras, graph", peers.Shape(1, 5, 6, 4), "forward", 1)
@@ -238,7 +238,13 @@ def test_a_quick_generate_run_compares_ids_and_tells_speeds(tmp_path):
     ended = benchmark("generate", "--quick", "--json", tmp_path / "generate.json")
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr == ""
-    results = json.loads((tmp_path / "generate.json").read_text())["results"]
+    numbers = json.loads((tmp_path / "generate.json").read_text())
+    results = numbers["results"]
+    for row in numbers["lengths"]:
+        assert row["new_tokens"] == [2, 4, 8]
+        few, half, all_of_them = row["cpu_ms"]
+        assert row["half_to_line"] == pytest.approx(half / (few + (all_of_them - few) / 3))
+        assert f"{half:.1f} and {all_of_them:.1f} ms" in " ".join(ended.stdout.split())
     columns = [row["column"] for row in results]
     assert {"tinyattn, XLA", "tinyattn, graph"} < set(columns)
     for row in results:
