@@ -258,7 +258,7 @@ def _run(model, prompt_ids, prompt_lengths, settings, budget, jit_compile):
         state = tf.while_loop(
             goes_on,
             lambda *state: step(weights, _State(*state), settings),
-            state._replace(cache=grow_cache(state.cache, length)),
+            state._replace(cache=grow_cache(model, state.cache, length)),
             parallel_iterations=1,
         )
         state = _State(*state)
@@ -323,13 +323,16 @@ def read_window(model, weights, token_ids):
     )
 
 
-def grow_cache(cache, length):
+def grow_cache(model, cache, length):
     """The same cache with empty slots behind, `length` in all."""
+
+    def grow(x, spec):
+        axes = enumerate(spec.shape)
+        return tf.pad(x, [(0, length - tf.shape(x)[i] if i and n is None else 0) for i, n in axes])
+
     # When all of it is there nobody reads the old one any more, and the new one may be its memory.
     with tf.control_dependencies(tf.nest.flatten(cache)):
-        return tf.nest.map_structure(
-            lambda x: tf.pad(x, ((0, 0), (0, 0), (0, length - tf.shape(x)[2]), (0, 0))), cache
-        )
+        return tf.nest.map_structure(grow, cache, _cache_spec(model))
 
 
 def _step(model, weights, state, settings, in_place):
@@ -531,7 +534,7 @@ def _stepwise_graphs(model):
         budget = _budget(model, prompt_lengths, settings)
         weights = read_weights(model)
         state = _start(model, weights, prompt_ids, prompt_lengths, settings, budget)
-        return state._replace(cache=grow_cache(state.cache, model.sequence_length))
+        return state._replace(cache=grow_cache(model, state.cache, model.sequence_length))
 
     def step(model, state, settings):
         return _step_graph(model, in_place=False)(read_weights(model), state, settings)
@@ -572,12 +575,15 @@ def _state_spec(model):
 
 
 def _cache_spec(model):
-    """One entry a block: keys and values (B, H, S, K)."""
+    """What `make_cache` makes, of any batch size and length: arrays (B, ...), (B, H, S, K) of ours."""
     with tf.init_scope():
-        cache = model.make_cache(1)
-    return tf.nest.map_structure(
-        lambda x: tf.TensorSpec((None, x.shape[1], None, x.shape[3]), x.dtype), cache
-    )
+        shorter, longer = model.make_cache(1, 1), model.make_cache(1, 2)
+
+    def spec(x, y):
+        sizes = [m if m == n else None for m, n in zip(x.shape[1:], y.shape[1:], strict=True)]
+        return tf.TensorSpec((None, *sizes), x.dtype)
+
+    return tf.nest.map_structure(spec, shorter, longer)
 
 
 def _signature():

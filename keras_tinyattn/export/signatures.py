@@ -194,7 +194,7 @@ class Signatures(tf.Module):
         width = tf.reduce_max(tf.concat([prompt_length, [1]], 0))
         logits, _, cache = self._read_window(prompt_ids[:, :width])
         logits = tf.gather(logits, prompt_length - 1, batch_dims=1)
-        cache = generation.grow_cache(cache, model.sequence_length)
+        cache = generation.grow_cache(model, cache, model.sequence_length)
         return {"logits": logits, **_cache_outputs(model, cache)}
 
     def step(self, token_id, position, **cache):
