@@ -1,8 +1,9 @@
-"""Prompt ids to a continuation: one loop with a cache, with and without XLA.
+"""Prompt ids to a continuation, a step at a time, with a cache; with and without XLA.
 
     prefill  the prompt fills the cache, all positions at once
     step     the newest token meets the cache -> logits -> sampling -> the next token
-    loop     steps until every row has stopped or has no room left
+    loop     steps until every row has stopped or has no room left; a compiled loop that has come to
+             the end of its cache is followed by one with a longer cache
 
 A row stands at its own position, so prompts of unequal length share a batch, padded on the right.
 """
@@ -18,13 +19,15 @@ import tensorflow as tf
 
 from keras_tinyattn import sampling
 from keras_tinyattn._boundary import require, value_errors
-from keras_tinyattn.layers import CausalSelfAttention, DecoderBlock, causal_attention
+from keras_tinyattn.layers import CausalSelfAttention, DecoderBlock
+from keras_tinyattn.layers._step import given, make_step
 from keras_tinyattn.model import block_caller
 
 __all__ = ["Generation", "generate", "stream"]
 
 MAX_STOP_TOKENS = 8
-GROW_FROM = 256  # positions
+# Positions. For a cache that is shorter anyway, a loop more costs more to compile than it saves.
+GROW_FROM = 256
 
 
 class Generation(NamedTuple):
@@ -240,25 +243,25 @@ def _run(model, prompt_ids, prompt_lengths, settings, budget, jit_compile):
     """All the steps of a batch: new ids (B, N), their log-probabilities, counts, and who stopped."""
     weights = read_weights(model)
     state = _start(model, weights, prompt_ids, prompt_lengths, settings, budget)
-    width, slots = tf.shape(prompt_ids)[1], model.sequence_length
     step = _step_graph(model, in_place=not jit_compile)
+    slots = model.sequence_length
     if not jit_compile:
-        lengths = [tf.reduce_max(tf.concat([prompt_lengths + budget, [0]], 0))]
+        cache_lengths = [tf.reduce_max(tf.concat([prompt_lengths + budget, [0]], 0))]
     else:
-        # A step reads the whole cache, and the compiler must know its length: it grows with the texts.
-        lengths = [slots // 4, slots // 2, slots] if slots >= GROW_FROM else [slots]
-    for length in lengths:
-        length = tf.maximum(length, width)
+        # A step reads the whole cache, and the compiler must know its length: it grows in a few leaps.
+        cache_lengths = [slots // 4, slots // 2, slots] if slots >= GROW_FROM else [slots]
+    for cache_length in cache_lengths:
+        cache_length = tf.maximum(cache_length, tf.shape(prompt_ids)[1])
 
-        def goes_on(*state, length=length):
+        def goes_on(*state, cache_length=cache_length):
             state = _State(*state)
             going = ~tf.reduce_all(state.done)
-            return going & tf.reduce_all(state.position < length) if jit_compile else going
+            return going & tf.reduce_all(state.position < cache_length) if jit_compile else going
 
         state = tf.while_loop(
             goes_on,
             lambda *state: step(weights, _State(*state), settings),
-            state._replace(cache=grow_cache(model, state.cache, length)),
+            state._replace(cache=grow_cache(model, state.cache, cache_length)),
             parallel_iterations=1,
         )
         state = _State(*state)
@@ -301,7 +304,7 @@ def _weights_graph(model):
     def read(model):
         return (
             [tf.convert_to_tensor(variable.value) for variable in model.variables],
-            [layer.joint_projection() for layer in _attention_layers(model.blocks)],
+            [layer._joint_projection() for layer in _attention_layers(model)],
         )
 
     return _graph(model, "weights", read, ())
@@ -428,7 +431,7 @@ def advance_graph(model, tokens=None, in_place=False):
         model: the model.
         tokens: T; None for any number, 1 for a step, whose graph needs half the operations.
         in_place: whether it may write into the cache it is given, to which nobody else may hold a
-            reference then. A compiler finds that out by itself.
+            reference then; with `tokens=1`. A compiler finds that out by itself.
     """
 
     def advance(model, weights, token_ids, positions, cache):
@@ -453,31 +456,29 @@ def advance_graph(model, tokens=None, in_place=False):
 
 def _caller_of_blocks(model, weights, in_place):
     """Calls blocks so that those which differ in their weights alone are one function in the graph."""
-    variables, joint = weights
-    value_of = {id(key): value for key, value in zip(model.variables, variables, strict=True)}
-    joint_of = dict(zip(map(id, _attention_layers(model.blocks)), joint, strict=True))
-    functions = {}
+    variables, joint_projections = weights
+    value_of = {id(own): value for own, value in zip(model.variables, variables, strict=True)}
+    joint_of = dict(zip(map(id, _attention_layers(model)), joint_projections, strict=True))
+    functions, steps = {}, {}
 
     def call(block, x, cache, positions, **options):
-        if type(block) not in (DecoderBlock, CausalSelfAttention):
+        layer = _attention_layer(block)
+        if layer is None:
             return block(x, cache=cache, positions=positions, **options)
-        step = causal_attention.make_step(positions, x, cache[0])
+        sizes = (layer.num_heads, layer.head_dim)
+        if sizes not in steps:
+            steps[sizes] = make_step(positions, x, cache[0])
         arguments = (
             [value_of[id(variable)] for variable in block.variables],
-            [joint_of[id(layer)] for layer in _attention_layers([block])],
+            joint_of[id(layer)],
             x,
             cache,
-            step,
+            steps[sizes],
         )
 
-        def run(variables, joint, x, cache, step):
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(keras.StatelessScope(zip(block.variables, variables, strict=True)))
-                stack.enter_context(causal_attention.shared_step(step, cache[0]))
-                if in_place:
-                    layers = map(id, _attention_layers([block]))
-                    joint = dict(zip(layers, joint, strict=True))
-                    stack.enter_context(causal_attention.plain_loop(joint))
+        def run(variables, joint_projection, x, cache, step):
+            scope = keras.StatelessScope(zip(block.variables, variables, strict=True))
+            with scope, given(step, joint_projection if in_place else None):
                 return block(x, cache=cache, positions=step.positions, **options)
 
         kind = _kind(block)
@@ -491,17 +492,31 @@ def _caller_of_blocks(model, weights, in_place):
 
 def _kind(block):
     """What two blocks have in common that differ in their weights alone."""
-    layers = [(type(layer), {**layer.get_config(), "name": None}) for layer in block._flatten_layers()]
+    layers = [
+        # Two functions of one name look alike in a configuration.
+        (type(layer), {**layer.get_config(), "name": None}, id(getattr(layer, "activation", None)))
+        for layer in _layers(block)
+    ]
     return repr((layers, [(variable.shape, variable.dtype) for variable in block.variables]))
 
 
-def _attention_layers(blocks):
-    return [
-        layer
-        for block in blocks
-        for layer in block._flatten_layers()
-        if type(layer) is CausalSelfAttention
-    ]
+def _attention_layer(block):
+    """The attention layer of a block of this package; None for any other, which may do anything."""
+    if type(block) is CausalSelfAttention:
+        return block
+    of_keras = (keras.layers.LayerNormalization, keras.layers.Dense, keras.layers.Dropout)
+    usual = {DecoderBlock, CausalSelfAttention, *of_keras}
+    return block.attention if {type(layer) for layer in _layers(block)} == usual else None
+
+
+def _attention_layers(model):
+    layers = map(_attention_layer, model.blocks)
+    return [layer for layer in layers if layer is not None]
+
+
+def _layers(block):
+    """The block and the layers in it: Keras has no public way to list them."""
+    return list(block._flatten_layers())
 
 
 def check_graph(model):

@@ -5,13 +5,12 @@ import contextvars
 import keras
 
 from keras_tinyattn.layers import DecoderBlock, TokenAndPositionEmbedding, VocabProjection
-from keras_tinyattn.layers.causal_attention import shared_step
 
 __all__ = ["CausalLM", "gpt"]
 
-# For `generation`, whose graphs hold blocks that are alike once.
+# How a model calls its blocks; `generation` sets it, whose graphs hold blocks that are alike once.
 block_caller = contextvars.ContextVar(
-    "how a model calls its blocks", default=lambda block, x, **options: block(x, **options)
+    "block_caller", default=lambda block, x, **options: block(x, **options)
 )
 
 
@@ -108,19 +107,18 @@ class CausalLM(keras.Model):
         call_block = block_caller.get()
         x = self.embedding(token_ids, positions=positions)
         weights, new_cache = [], []
-        with shared_step():
-            for index, block in enumerate(self.blocks):
-                options = {"training": training}
-                if cache is not None:
-                    options |= {"cache": cache[index], "positions": positions}
-                if return_attention_scores:
-                    options["return_attention_scores"] = True
-                outputs = call_block(block, x, **options)
-                x, *extras = outputs if isinstance(outputs, tuple) else (outputs,)
-                if return_attention_scores:
-                    weights.append(extras.pop(0))
-                if cache is not None:
-                    new_cache.append(extras.pop())
+        for index, block in enumerate(self.blocks):
+            options = {"training": training}
+            if cache is not None:
+                options |= {"cache": cache[index], "positions": positions}
+            if return_attention_scores:
+                options["return_attention_scores"] = True
+            outputs = call_block(block, x, **options)
+            x, *extras = outputs if isinstance(outputs, tuple) else (outputs,)
+            if return_attention_scores:
+                weights.append(extras.pop(0))
+            if cache is not None:
+                new_cache.append(extras.pop())
         if self.final_norm is not None:
             x = self.final_norm(x)
         outputs = (self.projection(x),)

@@ -291,9 +291,10 @@ def multiply_adds(model, positions, keys):
 
 def multiply_adds_in_graph(model, positions, slots):
     """The same from the shapes of the matrix products in the graph of one step; slots of the cache."""
-    arguments = {}
+    # With the weights, a window is one matrix, as the formula has it, and not strips of one.
+    arguments = {"return_attention_scores": True}
     if slots is not None:
-        arguments = {"positions": tf.range(positions), "cache": model.make_cache(1, slots)}
+        arguments |= {"positions": tf.range(positions), "cache": model.make_cache(1, slots)}
     graph = (
         tf.function(lambda ids: model(ids, **arguments), autograph=False)
         .get_concrete_function(tf.TensorSpec((1, positions), tf.int32))

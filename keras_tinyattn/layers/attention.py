@@ -11,8 +11,9 @@ from keras_tinyattn.layers._masks import hide_padding, implicit_mask, join_masks
 
 __all__ = ["AttentionTrace", "ScaledSelfAttention"]
 
-# From this many tokens on, attention goes by blocks: below, whole matrices are faster.
+# From this many tokens on, attention goes by blocks: below, matrices of scores are faster.
 BLOCKWISE_FROM = 1024
+# Queries of a causal strip, and strips of a window: more would save scores and cost operations.
 LEAST_STRIP, MOST_STRIPS = 64, 8
 
 
@@ -52,6 +53,8 @@ class ScaledSelfAttention(keras.layers.Layer):
         blockwise: whether attention goes by blocks, in memory linear in T. By itself (`None`) it
             does when T is known while tracing and at least 1024, and neither weights, an
             `attention_mask` nor dropout in training is asked for. `True` insists, `False` forbids.
+            Without blocks, a causal window of 128 known tokens or more goes by strips of queries,
+            unless weights or a mask are asked for.
         seed: seed of the dropout.
 
     Call arguments:
@@ -282,7 +285,10 @@ class ScaledSelfAttention(keras.layers.Layer):
         return queries * self.head_dim**-0.5
 
     def _attend(self, queries, keys, values, mask, rows_may_be_empty, training=None, keys_first=False):
-        """Weights (B, H, T, S) and what they fetch, (B, H, T, K)."""
+        """Weights (B, H, T, S) and what they fetch, (B, H, T, K).
+
+        `keys_first` computes the same scores as keys times queries.
+        """
         queries = self._scale(queries)
         if keys_first:
             scores = ops.swapaxes(functional.attention_scores(keys, queries), -1, -2)
@@ -305,7 +311,8 @@ class ScaledSelfAttention(keras.layers.Layer):
             seen = [ops.concatenate(part[: index + 1], axis=2) for part in parts[1:]]
             end = min(start + strip, length)
             mask = functional.causal_mask(ops.arange(start, end), ops.arange(end))
-            attended += self._attend(parts[0][index], *seen, mask, False, training)[1:]
+            _, fetched = self._attend(parts[0][index], *seen, mask, False, training)
+            attended.append(fetched)
         return ops.concatenate(attended, axis=2)
 
     def _output(self, attended):

@@ -1,13 +1,9 @@
 """Causal self-attention: a full window, or a step that continues a cache."""
 
-import contextlib
-import contextvars
-from typing import Any, NamedTuple
-
 import keras
-from keras import backend, ops
+from keras import ops
 
-from keras_tinyattn import functional
+from keras_tinyattn.layers import _step
 from keras_tinyattn.layers._arguments import check_positions, fits
 from keras_tinyattn.layers._masks import implicit_mask
 from keras_tinyattn.layers.attention import ScaledSelfAttention
@@ -81,9 +77,9 @@ class CausalSelfAttention(ScaledSelfAttention):
         positions = ops.convert_to_tensor(positions)
         self._check_shapes(inputs, cache, positions)
         keys, values = cache
-        step = make_step(positions, inputs, keys)
+        step = _step.make_step(positions, inputs, keys)
         queries, new_keys, new_values = self._project(inputs + ops.cast(step.poison, inputs.dtype))
-        keys, values = _write(keys, step, new_keys), _write(values, step, new_values)
+        keys, values = _step.write(keys, step, new_keys), _step.write(values, step, new_values)
         weights, attended = self._attend(
             queries,
             keys,
@@ -91,8 +87,8 @@ class CausalSelfAttention(ScaledSelfAttention):
             step.mask,
             rows_may_be_empty=False,
             training=training,
-            # A compiler would copy a whole cache, transposed, for a single query.
-            keys_first=inputs.shape[1] == 1 and _loop.get() is None,
+            # With a single query first, a compiler would copy the whole cache, transposed.
+            keys_first=inputs.shape[1] == 1 and _step.joint_projection() is None,
         )
         output = self._output(attended)
         cache = (keys, values)
@@ -103,7 +99,7 @@ class CausalSelfAttention(ScaledSelfAttention):
         shape = (batch_size, self.num_heads, length, self.head_dim)
         return (ops.zeros(shape, self.compute_dtype), ops.zeros(shape, self.compute_dtype))
 
-    def joint_projection(self):
+    def _joint_projection(self):
         """One kernel for queries, keys and values, (D, 3 H K), and their biases, (3, H, 1, K)."""
 
         def values(*variables):
@@ -117,17 +113,16 @@ class CausalSelfAttention(ScaledSelfAttention):
         return kernel, ops.reshape(ops.stack(biases), (3, self.num_heads, 1, self.head_dim))
 
     def _project(self, inputs):
-        joint = (_loop.get() or {}).get(id(self))
-        if joint is None:
+        if _step.joint_projection() is None:
             return super()._project(inputs)
-        kernel, *bias = joint
+        kernel, *bias = _step.joint_projection()
         projected = ops.matmul(ops.reshape(inputs, (-1, kernel.shape[0])), kernel)
         # In this order: a bias that follows a product at once is fused with it, into a slower kernel.
         projected = ops.reshape(projected, (-1, 3, self.num_heads, 1, self.head_dim))
         return ops.unstack(projected + bias[0] if bias else projected, axis=1)
 
     def _output(self, attended):
-        if _loop.get() is None or self.output_dim is None:
+        if _step.joint_projection() is None or self.output_dim is None:
             return super()._output(attended)
         width = self.num_heads * self.head_dim
         output = self._linear(ops.reshape(attended, (-1, width)), self.output_kernel, None)
@@ -145,108 +140,6 @@ class CausalSelfAttention(ScaledSelfAttention):
                 "Make it with make_cache(batch_size, length)."
             )
         check_positions(positions.shape, B, T)
-
-
-class _Step(NamedTuple):
-    """What all layers of a cached step have in common."""
-
-    positions: Any  # (B, T) or (T,), as they came in
-    poison: Any  # (B, T, 1): 0, or NaN where a position is outside the cache
-    mask: Any  # (B, 1, T, S): who may look at whom
-    places: Any  # (B * H * T,): where new keys and values go in a cache of (B * H * S, K)
-    cache_shape: Any  # B, H, S, K
-
-
-_shared = contextvars.ContextVar("the steps made so far, by what they depend on", default=None)
-_loop = contextvars.ContextVar("the joint projections of the layers of a loop, by layer", default=None)
-
-
-@contextlib.contextmanager
-def _set(variable, value):
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
-
-
-def shared_step(step=None, keys=None):
-    """Within it, layers that are given the same positions share what follows from them.
-
-    Args:
-        step: what follows from `step.positions`, if that is known already.
-        keys: the keys of a cache, for their shape; with `step`.
-    """
-    if backend.backend() != "tensorflow":
-        return contextlib.nullcontext()
-    return _set(_shared, {} if step is None else {_key(step.positions, keys): step})
-
-
-def plain_loop(joint_projections):
-    """Within it, a graph is made for a loop that no compiler sees, of one token a step.
-
-    There the number of kernels counts, one product takes less time than three, and a functional scatter
-    copies the whole cache each time. So the cache is written in place: the loop must keep no other
-    reference to it.
-
-    Args:
-        joint_projections: maps the `id` of a layer to what its `joint_projection` returned.
-    """
-    return _set(_loop, joint_projections)
-
-
-def make_step(positions, inputs, keys):
-    """What follows from the positions (T,) or (B, T) of inputs (B, T, D) and keys (B, H, S, K)."""
-    made = _shared.get()
-    key = None if made is None else _key(positions, keys)
-    if made is not None and key in made:
-        return made[key]
-    rows, tokens = ops.shape(inputs)[:2]
-    _, num_heads, slots, head_dim = ops.shape(keys)
-    at = ops.broadcast_to(positions, (rows, tokens)) if len(positions.shape) == 1 else positions
-    inside = ops.clip(at, 0, slots - 1)
-    poison = ops.where(ops.equal(inside, at), 0.0, float("nan"))[..., None]
-    inside = ops.cast(inside, "int32")
-    first = ops.reshape(ops.arange(rows * num_heads) * slots, (rows, num_heads, 1))
-    step = _Step(
-        positions=positions,
-        poison=poison,
-        mask=functional.causal_mask(inside, ops.arange(slots))[:, None],
-        places=ops.reshape(first + inside[:, None], (-1,)),
-        cache_shape=_as_one((rows, num_heads, slots, head_dim)),
-    )
-    if made is not None:
-        made[key] = step
-    return step
-
-
-def _key(positions, keys):
-    import tensorflow as tf
-
-    # Not across graphs: a tensor of an inner one is nothing to the outer.
-    return id(tf.compat.v1.get_default_graph()), id(positions), tuple(keys.shape[1:3])
-
-
-def _as_one(shape):
-    """A shape as one tensor, where some of its sizes are tensors."""
-    return shape if all(isinstance(size, int) for size in shape) else ops.stack(shape)
-
-
-def _write(cache, step, update):
-    """Put an update (B, H, T, K) into a cache (B, H, S, K), each row at its own slots."""
-    head_dim = cache.shape[3]
-    flat = ops.reshape(cache, (-1, head_dim))
-    update = ops.reshape(ops.cast(update, cache.dtype), (-1, head_dim))
-    if _loop.get() is not None:
-        import tensorflow as tf
-
-        flat = tf.raw_ops.InplaceUpdate(x=flat, i=step.places, v=update)
-    else:
-        flat = ops.scatter_update(flat, step.places[:, None], update)
-    written = ops.reshape(flat, step.cache_shape)
-    if hasattr(written, "set_shape"):  # What is known of the shape got lost on the way.
-        written.set_shape(cache.shape)
-    return written
 
 
 def _check_cache(cache, positions):

@@ -112,20 +112,19 @@ class VocabProjection(keras.layers.Layer):
             )
 
     def call(self, inputs):
-        if self.tied:
-            self._check_tie(inputs.shape[-1])
-            table = self._tied_embedding().token_embeddings
-            kernel = ops.transpose(ops.cast(table, self.compute_dtype))
-        else:
-            kernel = self.kernel
-        # As one matrix: fewer operations, and a tied table is read transposed, not copied.
+        # As one matrix: fewer operations.
         *axes, width = sizes(inputs)
         tokens = ops.reshape(inputs, (-1, width))
-        if self.tied and len(inputs.shape) > 1 and inputs.shape[-2] == 1:
-            table = ops.cast(self._tied_embedding().token_embeddings, self.compute_dtype)
-            logits = ops.transpose(ops.matmul(table, ops.transpose(tokens)))
+        if not self.tied:
+            logits = ops.matmul(tokens, ops.cast(self.kernel, self.compute_dtype))
         else:
-            logits = ops.matmul(tokens, ops.cast(kernel, self.compute_dtype))
+            self._check_tie(inputs.shape[-1])
+            table = ops.cast(self._tied_embedding().token_embeddings, self.compute_dtype)
+            if len(inputs.shape) > 2 and inputs.shape[-2] == 1:
+                # One token a row: the other way round no compiler copies the table, transposed.
+                logits = ops.transpose(ops.matmul(table, ops.transpose(tokens)))
+            else:
+                logits = ops.matmul(tokens, ops.transpose(table))
         logits = functional.at_least_float32(logits)
         if self.bias is not None:
             logits = ops.add(logits, ops.cast(self.bias, logits.dtype))
