@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import keras_tinyattn
+
 SCRIPTS = pathlib.Path(__file__).parent.parent / "scripts"
 PROMPT, STEPS = [84, 104, 101], 5
 
@@ -111,6 +113,14 @@ def test_a_cache_whose_positions_stand_still_would_show(monkeypatch):
 
 
 # The work
+
+
+def test_the_count_of_a_window_is_that_of_its_graph_however_long_it_is():
+    model = keras_tinyattn.gpt(11, sequence_length=130, hidden_dim=6, num_heads=2, num_layers=1)
+    model.build((None, 130))
+    for positions, slots in ((127, None), (130, None), (1, 130)):
+        counted = lesson().multiply_adds(model, positions, slots or positions)
+        assert lesson().multiply_adds_in_graph(model, positions, slots) == counted
 
 
 def test_work_counted_by_hand(numbers, told):
