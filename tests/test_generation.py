@@ -74,7 +74,8 @@ def test_texts_grow_through_all_the_lengths_of_the_cache(jit_compile):
     settings = {"temperature": 1.0, "seed": 3, "jit_compile": jit_compile}
     together = generate(model, prompts, 150, **settings)
     assert together.lengths.tolist() == [153, 213, 214, 256]
-    for row, prompt in enumerate(prompts):
+    for row in (0, 3):
+        prompt = prompts[row]
         alone = generate(model, prompt, 150, **settings).token_ids
         assert together.token_ids[row, : together.lengths[row]].tolist() == alone.tolist()
         # Each new token's log-probability as a window without a cache tells it.

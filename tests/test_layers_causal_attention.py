@@ -209,7 +209,9 @@ def test_positions_of_another_shape_are_refused(positions):
         layer(_draw(B, 1, D), cache=layer.make_cache(B, T), positions=positions)
 
 
-@pytest.mark.parametrize(("length", "strips"), [(127, 1), (128, 2), (200, 4), (700, 8)])
+@pytest.mark.parametrize(
+    ("length", "strips"), [(127, 1), (128, 2), (200, 4), pytest.param(700, 8, marks=pytest.mark.slow)]
+)
 def test_a_long_window_goes_by_strips_and_gives_the_same(length, strips, on_every_path):
     layer, x = _attention(), _draw(B, length, D)
     graph = tf.function(layer).get_concrete_function(tf.TensorSpec((None, length, D))).graph
