@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import json
 import os
 import shutil
 import sys
@@ -153,6 +154,22 @@ def whole_file(path):
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def write_picture(output, path, save):
+    """Write a picture with `save(path)` and say so; None writes nothing."""
+    if path is not None:
+        with whole_file(path) as part:
+            save(part)
+        output.print(f"Picture: {path}", markup=False, soft_wrap=True)
+
+
+def write_numbers(output, path, numbers):
+    """Write numbers as JSON and say so; None writes nothing."""
+    if path is not None:
+        with whole_file(path) as part:
+            part.write_text(json.dumps(numbers, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        output.print(f"Numbers: {path}", markup=False, soft_wrap=True)
 
 
 def ran_on(tensor):

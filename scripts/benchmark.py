@@ -14,7 +14,7 @@ from pathlib import Path
 import _benchmark_attention as attention
 import _benchmark_models as models
 from _benchmark_page import draw
-from _start import check_count, check_file, check_picture, console, run, whole_file
+from _start import check_count, check_file, check_picture, console, run, write_numbers, write_picture
 from _timing import machine
 
 DISTRIBUTIONS = ("keras-tinyattn", "tensorflow", "keras", "keras-hub", "torch", "jax", "numpy")
@@ -40,14 +40,8 @@ def main(argv=None):
             **measure(arguments, lambda what: status.update(f"measuring {what}")),
         }
     tell(numbers, output)
-    if arguments.plot is not None:
-        with whole_file(arguments.plot) as part:
-            draw(bars(numbers), part)
-        output.print(f"Picture: {arguments.plot}", markup=False, soft_wrap=True)
-    if arguments.json is not None:
-        with whole_file(arguments.json) as part:
-            part.write_text(json.dumps(numbers, indent=1, allow_nan=False) + "\n")
-        output.print(f"Numbers: {arguments.json}", markup=False, soft_wrap=True)
+    write_picture(output, arguments.plot, lambda part: draw(bars(numbers), part))
+    write_numbers(output, arguments.json, numbers)
 
 
 def parse_arguments(argv):

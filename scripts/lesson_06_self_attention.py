@@ -6,7 +6,6 @@ python scripts/lesson_06_self_attention.py --steps 100 --plot attention.png
 
 import argparse
 import itertools
-import json
 
 import numpy as np
 from _page import point, print_columns, print_matrix, section
@@ -18,7 +17,8 @@ from _start import (
     quiet_imports,
     ran_on,
     run,
-    whole_file,
+    write_numbers,
+    write_picture,
 )
 
 with quiet_imports():
@@ -67,13 +67,8 @@ def main(argv=None):
     tell(numbers, output)
     if arguments.plot is not None:
         figure = plot_trace(trace, TOKENS, title=f"Self-attention on \u201c{' '.join(TOKENS)}\u201d")
-        with whole_file(arguments.plot) as part:
-            figure.savefig(part)
-        output.print(f"Picture: {arguments.plot}", markup=False, soft_wrap=True)
-    if arguments.json is not None:
-        with whole_file(arguments.json) as part:
-            part.write_text(json.dumps(as_json(numbers), indent=1, allow_nan=False) + "\n")
-        output.print(f"Numbers: {arguments.json}", markup=False, soft_wrap=True)
+        write_picture(output, arguments.plot, figure.savefig)
+    write_numbers(output, arguments.json, as_json(numbers))
 
 
 def parse_arguments(argv):

@@ -5,7 +5,6 @@ python scripts/lesson_07_layers_in_keras.py --plot attention.png --save model.ke
 """
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 
@@ -20,6 +19,8 @@ from _start import (
     ran_on,
     run,
     whole_file,
+    write_numbers,
+    write_picture,
 )
 
 with quiet_imports():
@@ -67,14 +68,8 @@ def main(argv=None):
             ["?", *WORD],
             title=f"Which letter of \u201c{WORD}\u201d does each question look at?",
         )
-        with whole_file(arguments.plot) as part:
-            figure.savefig(part)
-        output.print(f"Picture: {arguments.plot}", markup=False, soft_wrap=True)
-    if arguments.json is not None:
-        with whole_file(arguments.json) as part:
-            text = json.dumps({**numbers, "weights": numbers["weights"].tolist()}, indent=1)
-            part.write_text(text + "\n")
-        output.print(f"Numbers: {arguments.json}", markup=False, soft_wrap=True)
+        write_picture(output, arguments.plot, figure.savefig)
+    write_numbers(output, arguments.json, {**numbers, "weights": numbers["weights"].tolist()})
 
 
 def parse_arguments(argv):

@@ -7,7 +7,6 @@ python scripts/lesson_15_autoregressive_lm.py --prompt "The dog" --steps 5 --plo
 import argparse
 import collections
 import itertools
-import json
 import math
 
 import numpy as np
@@ -20,7 +19,8 @@ from _start import (
     quiet_imports,
     ran_on,
     run,
-    whole_file,
+    write_numbers,
+    write_picture,
 )
 
 with quiet_imports():
@@ -65,15 +65,8 @@ def main(argv=None):
     numbers = compute(arguments.prompt, arguments.steps, arguments.mode)
     output = console()
     tell(numbers, output)
-    if arguments.plot is not None:
-        figure = draw(numbers)
-        with whole_file(arguments.plot) as part:
-            figure.savefig(part)
-        output.print(f"Picture: {arguments.plot}", markup=False, soft_wrap=True)
-    if arguments.json is not None:
-        with whole_file(arguments.json) as part:
-            part.write_text(json.dumps(as_json(numbers), indent=1, allow_nan=False) + "\n")
-        output.print(f"Numbers: {arguments.json}", markup=False, soft_wrap=True)
+    write_picture(output, arguments.plot, lambda part: draw(numbers).savefig(part))
+    write_numbers(output, arguments.json, as_json(numbers))
 
 
 def parse_arguments(argv):

@@ -5,7 +5,6 @@ python scripts/lesson_16_training.py --steps 1000 --plot losses.png --attention 
 """
 
 import argparse
-import json
 import math
 from pathlib import Path
 
@@ -19,7 +18,8 @@ from _start import (
     quiet_imports,
     ran_on,
     run,
-    whole_file,
+    write_numbers,
+    write_picture,
 )
 
 with quiet_imports():
@@ -67,17 +67,11 @@ def main(argv=None):
             [(0, numbers["validation_before"]), (arguments.steps, numbers["validation_after"])],
             title="Learning Shakespeare's sonnets",
         )
-        with whole_file(arguments.plot) as part:
-            figure.savefig(part)
-        output.print(f"Picture: {arguments.plot}", markup=False, soft_wrap=True)
-    if arguments.attention is not None:
-        with whole_file(arguments.attention) as part:
-            draw_attention(numbers, weights).savefig(part)
-        output.print(f"Picture: {arguments.attention}", markup=False, soft_wrap=True)
-    if arguments.json is not None:
-        with whole_file(arguments.json) as part:
-            part.write_text(json.dumps(numbers, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        output.print(f"Numbers: {arguments.json}", markup=False, soft_wrap=True)
+        write_picture(output, arguments.plot, figure.savefig)
+    write_picture(
+        output, arguments.attention, lambda part: draw_attention(numbers, weights).savefig(part)
+    )
+    write_numbers(output, arguments.json, numbers)
 
 
 def parse_arguments(argv):

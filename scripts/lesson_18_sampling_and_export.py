@@ -23,7 +23,8 @@ from _start import (
     quiet_imports,
     ran_on,
     run,
-    whole_file,
+    write_numbers,
+    write_picture,
 )
 from rich.markup import escape
 
@@ -95,15 +96,8 @@ def main(argv=None):
     tell(numbers, output)
     if arguments.out is not None:
         output.print(f"Export: {numbers['export']['folder']}", markup=False, soft_wrap=True)
-    if arguments.plot is not None:
-        figure = draw(numbers)
-        with whole_file(arguments.plot) as part:
-            figure.savefig(part)
-        output.print(f"Picture: {arguments.plot}", markup=False, soft_wrap=True)
-    if arguments.json is not None:
-        with whole_file(arguments.json) as part:
-            part.write_text(json.dumps(numbers, indent=1, allow_nan=False) + "\n")
-        output.print(f"Numbers: {arguments.json}", markup=False, soft_wrap=True)
+    write_picture(output, arguments.plot, lambda part: draw(numbers).savefig(part))
+    write_numbers(output, arguments.json, numbers)
 
 
 def parse_arguments(argv):

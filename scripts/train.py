@@ -8,7 +8,6 @@ python scripts/train.py --out saved_models/book --resume
 import argparse
 import contextlib
 import functools
-import json
 import math
 import os
 import re
@@ -18,7 +17,16 @@ import time
 from pathlib import Path
 
 from _run_directory import History, RunDirectory
-from _start import check_count, check_file, check_picture, console, quiet_imports, run, whole_file
+from _start import (
+    check_count,
+    check_file,
+    check_picture,
+    console,
+    quiet_imports,
+    run,
+    write_numbers,
+    write_picture,
+)
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 with quiet_imports():
@@ -183,9 +191,7 @@ def finish(arguments, settings, directory, history, output, stopped, first, wall
         from keras_tinyattn.plotting import plot_losses
 
         figure = plot_losses(history.losses, history.evaluations, title=str(settings["text"]))
-        with whole_file(arguments.plot) as part:
-            figure.savefig(part)
-        output.print(f"Picture: {arguments.plot}", markup=False, soft_wrap=True)
+        write_picture(output, arguments.plot, figure.savefig)
     if arguments.json:
         numbers = {
             "settings": settings,
@@ -195,9 +201,7 @@ def finish(arguments, settings, directory, history, output, stopped, first, wall
             "cpu_seconds": cpu,
             "tokens": tokens,
         }
-        with whole_file(arguments.json) as part:
-            part.write_text(json.dumps(numbers, indent=1, allow_nan=False) + "\n")
-        output.print(f"Numbers: {arguments.json}", markup=False, soft_wrap=True)
+        write_numbers(output, arguments.json, numbers)
     if stopped:
         output.print(
             f"Stopped at step {taken:,} of {settings['steps']:,}; a checkpoint is saved. "

@@ -1,5 +1,7 @@
 """What several test files share."""
 
+import argparse
+import importlib
 import os
 import pathlib
 
@@ -37,3 +39,46 @@ def shared_folder():
         return folder
 
     return find
+
+
+@pytest.fixture
+def refuses(tmp_path, monkeypatch, capsys):
+    """A function: a script refuses options, in which {} is an empty folder, before it does any work."""
+
+    def check(script, options, *said):
+        monkeypatch.setattr(script, "compute", lambda *_: pytest.fail("the work was begun"))
+        with pytest.raises(SystemExit) as end:
+            importlib.import_module("_start").run(
+                script.main, [option.format(tmp_path) for option in options]
+            )
+        printed = capsys.readouterr()
+        assert end.value.code == 2
+        assert printed.out == ""
+        assert printed.err.count("\n") == 1
+        assert all(part.format(tmp_path) in printed.err for part in said), printed.err
+        assert list(tmp_path.iterdir()) == []
+
+    return check
+
+
+@pytest.fixture
+def explains_every_option(monkeypatch, capsys):
+    """A function: a script's --help says something of each of at least so many options."""
+
+    def check(script, at_least):
+        options = []
+        add_argument = argparse.ArgumentParser.add_argument
+
+        def recording(parser, *names, **settings):
+            options.append((names, settings.get("help")))
+            return add_argument(parser, *names, **settings)
+
+        monkeypatch.setattr(argparse.ArgumentParser, "add_argument", recording)
+        with pytest.raises(SystemExit, match="0"):
+            script.main(["--help"])
+        assert len(options) >= at_least
+        assert all(text for _, text in options)
+        shown = capsys.readouterr().out
+        assert all(names[-1] in shown for names, _ in options)
+
+    return check

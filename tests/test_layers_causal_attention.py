@@ -210,16 +210,21 @@ def test_positions_of_another_shape_are_refused(positions):
 
 
 @pytest.mark.parametrize(
-    ("length", "strips"), [(127, 1), (128, 2), (200, 4), pytest.param(700, 8, marks=pytest.mark.slow)]
+    ("length", "seen"),
+    [
+        (127, [127]),
+        (128, [64, 128]),
+        (200, [64, 128, 192, 200]),
+        pytest.param(700, [88, 176, 264, 352, 440, 528, 616, 700], marks=pytest.mark.slow),
+    ],
 )
-def test_a_long_window_goes_by_strips_and_gives_the_same(length, strips, on_every_path):
+def test_a_long_window_goes_by_strips_and_gives_the_same(length, seen, on_every_path):
     layer, x = _attention(), _draw(B, length, D)
     graph = tf.function(layer).get_concrete_function(tf.TensorSpec((None, length, D))).graph
-    seen = [node.outputs[0].shape[-1] for node in graph.get_operations() if node.type == "Softmax"]
-    assert len(seen) == strips
     # Each strip sees up to its end and no further.
-    assert seen == [min((i + 1) * -(-length // strips), length) for i in range(strips)] or length == 200
-    assert length != 200 or seen == [64, 128, 192, 200]
+    assert [
+        node.outputs[0].shape[-1] for node in graph.get_operations() if node.type == "Softmax"
+    ] == seen
 
     def run(x):
         results = []
@@ -257,3 +262,14 @@ def test_dropout_drops_its_share_of_the_weights_in_every_strip():
     assert deviation.max() < 4.5
     # Absolute values of standard normal draws have this mean; nothing dropped would be near 0.
     assert deviation.mean() == pytest.approx(np.sqrt(2 / np.pi), abs=0.2)
+
+
+@pytest.mark.parametrize("dtype", ["mixed_float16", "mixed_bfloat16"])
+def test_strips_in_half_precision_are_as_near_as_whole_windows(dtype, on_every_path):
+    layer, x = _attention(dtype=dtype), tf.constant(_draw(B, 130, D))
+    for _, strips in on_every_path(layer, x):
+        whole, _ = layer(x, return_attention_scores=True)
+        difference = np.abs(tf.cast(strips, tf.float32) - tf.cast(whole, tf.float32)).max()
+        # A few units in the last place, of which one has 10 bits (7) of the largest value.
+        largest = np.abs(tf.cast(whole, tf.float32)).max()
+        assert difference < 4 * largest * (2**-10 if dtype == "mixed_float16" else 2**-7)

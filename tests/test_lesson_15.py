@@ -1,6 +1,5 @@
 """Lesson 15 is right on every path, and says what its numbers say."""
 
-import argparse
 import importlib
 import json
 import math
@@ -362,20 +361,8 @@ def test_columns_that_start_equal_stay_equal_and_the_lesson_says_which(numbers, 
 # The command
 
 
-def test_every_option_has_a_help_text(monkeypatch, capsys):
-    helps = []
-    add_argument = argparse.ArgumentParser.add_argument
-
-    def recording(parser, *names, **settings):
-        helps.append(settings.get("help"))
-        return add_argument(parser, *names, **settings)
-
-    monkeypatch.setattr(argparse.ArgumentParser, "add_argument", recording)
-    with pytest.raises(SystemExit, match="0"):
-        lesson().main(["--help"])
-    assert len(helps) >= 6
-    assert all(helps)
-    assert "--prompt" in capsys.readouterr().out
+def test_every_option_has_a_help_text(explains_every_option):
+    explains_every_option(lesson(), at_least=6)
 
 
 @pytest.mark.parametrize(
@@ -392,21 +379,8 @@ def test_every_option_has_a_help_text(monkeypatch, capsys):
         (["--plot", "{}/a.txt"], "a.txt", ".png or .svg or .pdf"),
     ],
 )
-def test_bad_input_is_one_sentence_and_exit_code_2_before_any_work(
-    options, received, allowed, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(lesson(), "compute", lambda *_: pytest.fail("the work was begun"))
-    with pytest.raises(SystemExit) as end:
-        importlib.import_module("_start").run(
-            lesson().main, [option.format(tmp_path) for option in options]
-        )
-    printed = capsys.readouterr()
-    assert end.value.code == 2
-    assert printed.out == ""
-    assert printed.err.count("\n") == 1
-    assert received.format(tmp_path) in printed.err
-    assert allowed in printed.err
-    assert list(tmp_path.iterdir()) == []
+def test_bad_input_is_one_sentence_and_exit_code_2_before_any_work(options, received, allowed, refuses):
+    refuses(lesson(), options, received, allowed)
 
 
 def test_the_script_runs_quietly_and_writes_numbers_and_picture(tmp_path):

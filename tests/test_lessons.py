@@ -1,6 +1,5 @@
 """The lessons run, are right, and say what their numbers say."""
 
-import argparse
 import importlib
 import json
 import pathlib
@@ -46,21 +45,8 @@ def oracle(name):
 
 
 @pytest.mark.parametrize("name", ["lesson_06_self_attention", "lesson_07_layers_in_keras"])
-def test_every_option_has_a_help_text(name, monkeypatch, capsys):
-    options = []
-    add_argument = argparse.ArgumentParser.add_argument
-
-    def recording(parser, *names, **settings):
-        options.append((names, settings.get("help")))
-        return add_argument(parser, *names, **settings)
-
-    monkeypatch.setattr(argparse.ArgumentParser, "add_argument", recording)
-    with pytest.raises(SystemExit, match="0"):
-        lesson(name).main(["--help"])
-    assert len(options) >= 4
-    assert all(text for _, text in options)
-    shown = capsys.readouterr().out
-    assert all(names[-1] in shown for names, _ in options)
+def test_every_option_has_a_help_text(name, explains_every_option):
+    explains_every_option(lesson(name), at_least=4)
 
 
 @pytest.mark.parametrize(
@@ -80,21 +66,9 @@ def test_every_option_has_a_help_text(name, monkeypatch, capsys):
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2_before_any_work(
-    name, options, received, allowed, tmp_path, monkeypatch, capsys
+    name, options, received, allowed, refuses
 ):
-    module = lesson(name)
-    monkeypatch.setattr(module, "compute", lambda *_: pytest.fail("the work was begun"))
-    with pytest.raises(SystemExit) as end:
-        importlib.import_module("_start").run(
-            module.main, [option.format(tmp_path) for option in options]
-        )
-    printed = capsys.readouterr()
-    assert end.value.code == 2
-    assert printed.out == ""
-    assert printed.err.count("\n") == 1
-    assert received.format(tmp_path) in printed.err
-    assert allowed in printed.err
-    assert list(tmp_path.iterdir()) == []
+    refuses(lesson(name), options, received, allowed)
 
 
 def test_a_picture_without_matplotlib_is_refused_before_any_work(tmp_path, monkeypatch, capsys):
