@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_tinyattn import sampling
-from keras_tinyattn._boundary import require, value_errors
+from keras_tinyattn._boundary import chosen, require, value_errors
 from keras_tinyattn.layers import CausalSelfAttention, DecoderBlock
 from keras_tinyattn.layers._step import given, make_step
 from keras_tinyattn.model import block_caller
@@ -150,11 +150,9 @@ def stream(model, token_ids, max_new_tokens, **settings):
 def check_request(model, prompt_ids, prompt_lengths, settings):
     """The assertions, in a graph, that refuse what cannot be continued."""
     real = tf.sequence_mask(prompt_lengths, tf.shape(prompt_ids)[1])
-    outside = tf.boolean_mask(
-        prompt_ids, real & ((prompt_ids < 0) | (prompt_ids >= model.vocabulary_size))
-    )
-    longest = tf.reduce_max(tf.concat([prompt_lengths, [0]], 0))
-    shortest = tf.reduce_min(tf.concat([prompt_lengths, [1]], 0))
+    outside = chosen(prompt_ids, real & ((prompt_ids < 0) | (prompt_ids >= model.vocabulary_size)))
+    longest = _largest(prompt_lengths, 0)
+    shortest = tf.minimum(tf.reduce_min(prompt_lengths), 1)
     settings_of = {
         "max_new_tokens": ("an integer of at least 0", settings.max_new_tokens >= 0),
         "temperature": (
@@ -190,7 +188,7 @@ def check_request(model, prompt_ids, prompt_lengths, settings):
         checks += require(
             tf.reduce_all(valid),
             f"{name} is out of range. Expected {expected}. Received: ",
-            tf.boolean_mask(getattr(settings, name), ~valid),
+            chosen(getattr(settings, name), ~valid),
             ".",
         )
     return checks
@@ -202,11 +200,14 @@ def _continue(model, prompt_ids, prompt_lengths, settings, pad_id, jit_compile):
     if jit_compile:
         # A compiled function knows one shape: few widths and batch sizes mean few compilations.
         rows = tf.shape(prompt_ids)[0]
-        padded_rows = _next_power_of_two(rows, 1)
-        width = _next_power_of_two(tf.reduce_max(tf.concat([prompt_lengths, [1]], 0)), 16)
+        width = _next_power_of_two(_largest(prompt_lengths, 1), 16)
         width = tf.minimum(width, model.sequence_length)
-        arguments = tf.nest.map_structure(
-            lambda x: _pad_rows(x, padded_rows), (prompt_lengths, settings, budget)
+        # A row of zeros has no budget: it is done from the start.
+        behind = tf.stack([0, _next_power_of_two(rows, 1) - rows])
+        paddings = {1: behind[None], 2: tf.stack([behind, [0, 0]])}
+        prompts, *arguments = tf.nest.map_structure(
+            lambda x: tf.pad(x, paddings[x.shape.rank]),
+            (_pad_width(prompt_ids, width), prompt_lengths, settings, budget),
         )
         run = _graph(
             model,
@@ -215,10 +216,10 @@ def _continue(model, prompt_ids, prompt_lengths, settings, pad_id, jit_compile):
             (*_signature()[:3], _signature()[1]),
             jit_compile=True,
         )
-        state = run(_pad_width(_pad_rows(prompt_ids, padded_rows), width), *arguments)
+        state = run(prompts, *arguments)
         state = [x[:rows] for x in state]
     else:
-        width = tf.reduce_max(tf.concat([prompt_lengths, [1]], 0))
+        width = _largest(prompt_lengths, 1)
         state = _run(model, prompt_ids[:, :width], prompt_lengths, settings, budget, jit_compile=False)
     return _assemble(prompt_ids, prompt_lengths, *state, pad_id)
 
@@ -243,27 +244,15 @@ def _run(model, prompt_ids, prompt_lengths, settings, budget, jit_compile):
     """All the steps of a batch: new ids (B, N), their log-probabilities, counts, and who stopped."""
     weights = read_weights(model)
     state = _start(model, weights, prompt_ids, prompt_lengths, settings, budget)
-    step = _step_graph(model, in_place=not jit_compile)
     slots = model.sequence_length
     if not jit_compile:
-        cache_lengths = [tf.reduce_max(tf.concat([prompt_lengths + budget, [0]], 0))]
+        cache_lengths = [_largest(prompt_lengths + budget, 0)]
     else:
         # A step reads the whole cache, and the compiler must know its length: it grows in a few leaps.
         cache_lengths = [slots // 4, slots // 2, slots] if slots >= GROW_FROM else [slots]
     for cache_length in cache_lengths:
         cache_length = tf.maximum(cache_length, tf.shape(prompt_ids)[1])
-
-        def goes_on(*state, cache_length=cache_length):
-            state = _State(*state)
-            going = ~tf.reduce_all(state.done)
-            return going & tf.reduce_all(state.position < cache_length) if jit_compile else going
-
-        state = tf.while_loop(
-            goes_on,
-            lambda *state: step(weights, _State(*state), settings),
-            state._replace(cache=grow_cache(model, state.cache, cache_length)),
-            parallel_iterations=1,
-        )
+        state = _loop_graph(model, in_place=not jit_compile)(weights, state, settings, cache_length)
         state = _State(*state)
     return (
         tf.transpose(state.new_ids),
@@ -278,7 +267,7 @@ def _start(model, weights, prompt_ids, prompt_lengths, settings, budget):
     rows, slots = tf.shape(prompt_ids)[0], model.sequence_length
     # Nobody reads these logits, so the compiler drops their computation: the first step makes those of
     # the last prompt token again, by the same code as all others.
-    _, _, cache = read_window(model, weights, prompt_ids)
+    _, _, cache = window_graph(model)(weights, prompt_ids)
     last = prompt_lengths - 1
     return _State(
         index=tf.constant(0),
@@ -302,10 +291,9 @@ def read_weights(model):
 
 def _weights_graph(model):
     def read(model):
-        return (
-            [tf.convert_to_tensor(variable.value) for variable in model.variables],
-            [layer._joint_projection() for layer in _attention_layers(model)],
-        )
+        values = [tf.convert_to_tensor(variable.value) for variable in model.variables]
+        with keras.StatelessScope(zip(model.variables, values, strict=True)):
+            return values, [layer._joint_projection() for layer in _attention_layers(model)]
 
     return _graph(model, "weights", read, ())
 
@@ -315,23 +303,33 @@ def _weights_spec(model):
     return tf.nest.map_structure(lambda x: tf.TensorSpec(x.shape, x.dtype), weights)
 
 
-def read_window(model, weights, token_ids):
-    """Logits, attention weights and a cache of T slots after windows (B, T), padded on the right."""
-    rows, width = tf.shape(token_ids)[0], tf.shape(token_ids)[1]
-    return advance_graph(model)(
-        weights,
-        tf.clip_by_value(token_ids, 0, model.vocabulary_size - 1),
-        tf.tile(tf.range(width)[None, :], (rows, 1)),
-        model.make_cache(rows, width),
-    )
+def window_graph(model):
+    """The forward pass of windows (B, T), padded on the right: one copy in a graph.
+
+    It takes the values of the model's variables and ids, and gives logits, attention weights and a cache
+    of T slots; what is not used costs nothing.
+    """
+
+    def read(model, weights, token_ids):
+        rows, width = tf.unstack(tf.shape(token_ids))
+        return _advance(
+            model,
+            weights,
+            tf.clip_by_value(token_ids, 0, model.vocabulary_size - 1),
+            tf.broadcast_to(tf.range(width), (rows, width)),
+            model.make_cache(rows, width),
+        )
+
+    return _graph(model, "window", read, (_weights_spec(model), tf.TensorSpec((None, None), tf.int32)))
 
 
 def grow_cache(model, cache, length):
     """The same cache with empty slots behind, `length` in all."""
 
     def grow(x, spec):
-        axes = enumerate(spec.shape)
-        return tf.pad(x, [(0, length - tf.shape(x)[i] if i and n is None else 0) for i, n in axes])
+        grows = [int(axis > 0 and size is None) for axis, size in enumerate(spec.shape)]
+        behind = (length - tf.shape(x)) * grows
+        return tf.pad(x, tf.stack([tf.zeros_like(behind), behind], axis=1))
 
     # When all of it is there nobody reads the old one any more, and the new one may be its memory.
     with tf.control_dependencies(tf.nest.flatten(cache)):
@@ -340,7 +338,7 @@ def grow_cache(model, cache, length):
 
 def _step(model, weights, state, settings, in_place):
     """One more token for each row that is not done."""
-    logits, _, cache = advance_graph(model, tokens=1, in_place=in_place)(
+    logits, _, cache = step_graph(model, in_place)(
         weights, state.token[:, None], state.position[:, None], state.cache
     )
     logits = tf.cast(logits[:, 0], tf.float32)
@@ -376,11 +374,23 @@ def _step(model, weights, state, settings, in_place):
     )
 
 
+@functools.partial(
+    tf.function,
+    input_signature=[
+        tf.TensorSpec((None, None), tf.int32),
+        tf.TensorSpec((None,), tf.int32),
+        tf.TensorSpec((None, None), tf.int32),
+        tf.TensorSpec((None, None), tf.float32),
+        tf.TensorSpec((None,), tf.int32),
+        tf.TensorSpec((None,), tf.bool),
+        tf.TensorSpec((), tf.int32),
+    ],
+    autograph=False,
+)
 def _assemble(prompt_ids, prompt_lengths, new_ids, new_logprobs, count, stopped, pad_id):
     """Put each row's new tokens right behind its prompt, and pad ids behind them."""
     lengths = prompt_lengths + count
-    total = tf.reduce_max(tf.concat([lengths, [0]], 0))
-    added = tf.reduce_max(tf.concat([count, [0]], 0))
+    total, added = _largest(lengths, 0), _largest(count, 0)
     place = tf.range(total)[None, :]
     from_prompt = tf.gather(
         prompt_ids,
@@ -420,38 +430,62 @@ def _graph(model, name, function, signature, **options):
     return graphs[name]
 
 
-def advance_graph(model, tokens=None, in_place=False):
-    """The cached forward pass of T tokens a row: one copy in a graph, however often it is called.
+def _loop_graph(model, in_place):
+    """Steps until every row is done or has come to the end of its cache, which grows first."""
+
+    def loop(model, weights, state, settings, cache_length):
+        state = _State(*state)
+        return tf.while_loop(
+            lambda *state: _goes_on(_State(*state), cache_length),
+            lambda *state: _step(model, weights, _State(*state), settings, in_place),
+            state._replace(cache=grow_cache(model, state.cache, cache_length)),
+            parallel_iterations=1,
+        )
+
+    signature = (_weights_spec(model), _state_spec(model), _signature()[2], tf.TensorSpec((), tf.int32))
+    return _graph(model, ("loop", in_place), loop, signature)
+
+
+def _goes_on(state, cache_length):
+    return ~tf.reduce_all(state.done) & tf.reduce_all(state.position < cache_length)
+
+
+def step_graph(model, in_place=False):
+    """The cached forward pass of a token a row: one copy in a graph, however often it is called.
 
     It takes the values of the model's variables, which a loop then reads once and not at every step,
-    ids (B, T), positions (B, T) and a cache, and gives logits, attention weights and cache; what is not
+    ids (B, 1), positions (B, 1) and a cache, and gives logits, attention weights and cache; what is not
     used costs nothing.
 
     Args:
         model: the model.
-        tokens: T; None for any number, 1 for a step, whose graph needs half the operations.
         in_place: whether it may write into the cache it is given, to which nobody else may hold a
-            reference then; with `tokens=1`. A compiler finds that out by itself.
+            reference then. A compiler finds that out by itself.
     """
 
-    def advance(model, weights, token_ids, positions, cache):
-        variables, _ = weights
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(keras.StatelessScope(zip(model.variables, variables, strict=True)))
-            stack.callback(
-                block_caller.reset, block_caller.set(_caller_of_blocks(model, weights, in_place))
-            )
-            return model(
-                token_ids,
-                cache=cache,
-                positions=positions,
-                return_attention_scores=True,
-                training=False,
-            )
+    def step(model, *inputs):
+        return _advance(model, *inputs, in_place=in_place)
 
-    ids = tf.TensorSpec((None, tokens), tf.int32)
+    ids = tf.TensorSpec((None, 1), tf.int32)
     signature = (_weights_spec(model), ids, ids, _cache_spec(model))
-    return _graph(model, ("advance", tokens, in_place), advance, signature)
+    return _graph(model, ("step", in_place), step, signature)
+
+
+def _advance(model, weights, token_ids, positions, cache, in_place=False):
+    """The model with a cache, its variables replaced by these values."""
+    variables, _ = weights
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(keras.StatelessScope(zip(model.variables, variables, strict=True)))
+        stack.callback(
+            block_caller.reset, block_caller.set(_caller_of_blocks(model, weights, in_place))
+        )
+        return model(
+            token_ids,
+            cache=cache,
+            positions=positions,
+            return_attention_scores=True,
+            training=False,
+        )
 
 
 def _caller_of_blocks(model, weights, in_place):
@@ -552,23 +586,13 @@ def _stepwise_graphs(model):
         return state._replace(cache=grow_cache(model, state.cache, model.sequence_length))
 
     def step(model, state, settings):
-        return _step_graph(model, in_place=False)(read_weights(model), state, settings)
+        return _step(model, read_weights(model), _State(*state), settings, in_place=False)
 
     settings = _signature()[2]
     return (
         _graph(model, "start", start, _signature()[:3]),
-        _graph(model, "step", step, (_state_spec(model), settings)),
+        _graph(model, "go on", step, (_state_spec(model), settings)),
     )
-
-
-def _step_graph(model, in_place):
-    """A step of the loop: one copy in a graph, however many loops there are."""
-
-    def step(model, weights, state, settings):
-        return _step(model, weights, _State(*state), settings, in_place)
-
-    signature = (_weights_spec(model), _state_spec(model), _signature()[2])
-    return _graph(model, ("step of a loop", in_place), step, signature)
 
 
 def _state_spec(model):
@@ -696,17 +720,17 @@ def _stop_rows(stop, rows):
     return tf.constant(table)
 
 
+def _largest(numbers, least):
+    """The largest of them, and at least so many, even of none."""
+    return tf.maximum(tf.reduce_max(numbers), least)
+
+
 def _next_power_of_two(number, least):
-    """The smallest power of two that is at least `number` and at least `least`."""
-    powers = tf.constant([2**exponent for exponent in range(31)])
-    return tf.gather(powers, tf.searchsorted(powers, tf.reshape(tf.maximum(number, least), (1,)))[0])
-
-
-def _pad_rows(x, rows):
-    """Add rows of zeros until there are `rows`: without a budget, they are done from the start."""
-    return tf.pad(x, [(0, rows - tf.shape(x)[0])] + [(0, 0)] * (x.shape.rank - 1))
+    """The smallest power of two that is at least `number` and at least `least`, itself one."""
+    powers = tf.constant([2**exponent for exponent in range(31) if 2**exponent >= least])
+    return tf.reduce_min(tf.where(powers >= number, powers, powers.dtype.max))
 
 
 def _pad_width(x, width):
     x = x[:, :width]
-    return tf.pad(x, ((0, 0), (0, width - tf.shape(x)[1])))
+    return tf.pad(x, [[0, 0], [0, width - tf.shape(x)[1]]])

@@ -11,6 +11,8 @@ Reference: Gumbel-max, in Maddison et al., "A* Sampling", 2014; nucleus (top-p) 
 al., "The Curious Case of Neural Text Degeneration", 2020.
 """
 
+import functools
+
 import numpy as np
 import tensorflow as tf
 
@@ -47,21 +49,32 @@ def sample(logits, temperature=0.0, top_k=0, top_p=1.0, seed=0, position=0):
     seed = _one_a_row(seed, tf.int32, rows)
     position = _one_a_row(position, tf.int32, rows)
 
-    def draw():
-        scaled = _scale(logits, temperature)
-        noise = _gumbel_noise(seed, position, tf.shape(logits)[1])
+    return tf.cond(
+        tf.reduce_any(temperature > 0.0),
+        lambda: _draw(logits, temperature, top_k, top_p, seed, position),
+        lambda: _argmax(logits),
+    )
 
-        def draw_filtered():
-            return _argmax(filter_logits(scaled, top_k, top_p) + noise)
 
-        drawn = tf.cond(
-            tf.reduce_any(top_k > 0) | tf.reduce_any(top_p < 1.0),
-            draw_filtered,
-            lambda: _argmax(scaled + noise),
-        )
-        return tf.where(temperature > 0.0, drawn, _argmax(logits))
-
-    return tf.cond(tf.reduce_any(temperature > 0.0), draw, lambda: _argmax(logits))
+# A function that stays one: an executor visits every operation of a branch that it does not take.
+@functools.partial(
+    tf.function,
+    input_signature=[
+        tf.TensorSpec((None, None), tf.float32),
+        *(tf.TensorSpec((None,), dtype) for dtype in ("float32", "int32", "float32", "int32", "int32")),
+    ],
+    autograph=False,
+    experimental_attributes={"_noinline": True},
+)
+def _draw(logits, temperature, top_k, top_p, seed, position):
+    scaled = _scale(logits, temperature)
+    noise = _gumbel_noise(seed, position, tf.shape(logits)[1])
+    drawn = tf.cond(
+        tf.reduce_any(top_k > 0) | tf.reduce_any(top_p < 1.0),
+        lambda: _argmax(filter_logits(scaled, top_k, top_p) + noise),
+        lambda: _argmax(scaled + noise),
+    )
+    return tf.where(temperature > 0.0, drawn, _argmax(logits))
 
 
 def filter_logits(logits, top_k=0, top_p=1.0):

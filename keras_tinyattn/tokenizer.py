@@ -11,7 +11,7 @@ import pathlib
 import numpy as np
 import tensorflow as tf
 
-from keras_tinyattn._boundary import require
+from keras_tinyattn._boundary import chosen, require
 
 __all__ = ["ByteTokenizer", "CharTokenizer", "WordTokenizer", "load_tokenizer"]
 
@@ -87,17 +87,19 @@ class _Tokenizer(tf.Module):
         Returns:
             `(B,)` strings: the bytes of the pieces, which need not be valid UTF-8.
         """
-        ids = tf.RaggedTensor.from_tensor(token_ids, lengths=lengths)
-        invalid = (ids.flat_values < 0) | (ids.flat_values >= self.vocabulary_size)
+        real = tf.sequence_mask(lengths, tf.shape(token_ids)[1])
+        invalid = real & ((token_ids < 0) | (token_ids >= self.vocabulary_size))
         message = (
             f"A token id is outside the vocabulary. Expected ids from 0 to {self.vocabulary_size - 1}. "
             "Received: ",
-            tf.boolean_mask(ids.flat_values, invalid),
+            chosen(token_ids, invalid),
             ".",
         )
         with tf.control_dependencies(require(~tf.reduce_any(invalid), *message)):
-            pieces = tf.gather(self._pieces, ids.flat_values)
-        return tf.strings.reduce_join(ids.with_flat_values(pieces), axis=-1, separator=self._separator)
+            pieces = tf.gather(self._pieces, tf.where(real, token_ids, 0))
+        if self._separator:
+            pieces = tf.concat([pieces[:, :1], self._separator + pieces[:, 1:]], axis=1)
+        return tf.strings.reduce_join(tf.where(real, pieces, ""), axis=-1)
 
     def save(self, path):
         """Write the tokenizer as JSON; `load_tokenizer` reads it back."""
@@ -116,7 +118,7 @@ class _Tokenizer(tf.Module):
     def _require_known(self, pieces, ids):
         if self.unknown_id is not None:
             return []
-        unknown, _ = tf.unique(tf.boolean_mask(pieces, ids < 0))
+        unknown, _ = tf.unique(chosen(pieces, ids < 0))
         shown = ", ".join(self.vocabulary[:40]) + (", ..." if len(self.vocabulary) > 40 else "")
         return require(
             tf.size(unknown) == 0,

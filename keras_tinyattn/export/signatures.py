@@ -6,6 +6,7 @@ settings into one batch. Every input is required. No output shares a name with a
 
 import types
 
+import numpy as np
 import tensorflow as tf
 
 from keras_tinyattn import generation, sampling
@@ -191,7 +192,7 @@ class Signatures(tf.Module):
         ):
             settings = _no_settings(prompt_length)
         prompt_ids = generation.check_graph(model)(prompt_ids, prompt_length, settings)
-        width = tf.reduce_max(tf.concat([prompt_length, [1]], 0))
+        width = tf.maximum(tf.reduce_max(prompt_length), 1)
         logits, _, cache = self._read_window(prompt_ids[:, :width])
         logits = tf.gather(logits, prompt_length - 1, batch_dims=1)
         cache = generation.grow_cache(model, cache, model.sequence_length)
@@ -212,7 +213,7 @@ class Signatures(tf.Module):
         ):
             settings = _no_settings(token_id)
         token_id = generation.check_graph(model)(token_id[:, None], tf.ones_like(token_id), settings)
-        logits, _, cache = generation.advance_graph(model, tokens=1)(
+        logits, _, cache = generation.step_graph(model)(
             generation.read_weights(model),
             token_id,
             position[:, None],
@@ -241,7 +242,7 @@ class Signatures(tf.Module):
 
     def _read_window(self, token_ids):
         model = self._model()
-        return generation.read_window(model, generation.read_weights(model), token_ids)
+        return generation.window_graph(model)(generation.read_weights(model), token_ids)
 
     def _continue(self, prompt_ids, prompt_length, settings, stop_ids, jit_compile):
         settings = generation.Settings(**settings, stop=stop_ids)
@@ -301,10 +302,12 @@ def _no_settings(like):
 
 def _cache_outputs(model, cache):
     outputs = {}
-    for index, (parts, empty) in enumerate(zip(cache, model.make_cache(1), strict=True)):
+    with tf.init_scope():
+        empty = model.make_cache(1)
+    for index, (parts, likes) in enumerate(zip(cache, empty, strict=True)):
         keys, values = (
             tf.ensure_shape(part, (None, *like.shape[1:]))
-            for part, like in zip(parts, empty, strict=True)
+            for part, like in zip(parts, likes, strict=True)
         )
         outputs[f"new_keys_{index}"] = tf.cast(keys, _wire(keys))
         outputs[f"new_values_{index}"] = tf.cast(values, _wire(values))
@@ -322,7 +325,9 @@ def _valid_utf8(texts):
 
 def _require_one_batch(**inputs):
     """The assertion that all inputs have one number of rows."""
-    rows = tf.stack([tf.shape(value)[0] for value in inputs.values()])
+    ranks = [value.shape.rank for value in inputs.values()]
+    shapes = tf.concat([tf.shape(value) for value in inputs.values()], axis=0)
+    rows = tf.gather(shapes, np.cumsum([0, *ranks[:-1]]))
     return require(
         tf.reduce_all(rows == rows[0]),
         f"Each row needs its own value. Expected one number of rows in {', '.join(inputs)}. Received: ",
