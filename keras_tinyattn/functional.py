@@ -39,7 +39,7 @@ def causal_mask(query_positions, key_positions):
      [1 1 0]
      [1 1 1]]
     """
-    return ops.greater_equal(query_positions[..., :, None], key_positions[None, :])
+    return ops.greater_equal(ops.expand_dims(query_positions, -1), key_positions)
 
 
 def attention_scores(queries, keys):

@@ -306,8 +306,8 @@ def _weights_spec(model):
 def window_graph(model):
     """The forward pass of windows (B, T), padded on the right: one copy in a graph.
 
-    It takes the values of the model's variables and ids, and gives logits, attention weights and a cache
-    of T slots; what is not used costs nothing.
+    It takes the values of the model's variables and ids, and gives logits, attention weights and a
+    cache of T slots; what is not used costs nothing.
     """
 
     def read(model, weights, token_ids):
@@ -339,9 +339,9 @@ def grow_cache(model, cache, length):
 def _step(model, weights, state, settings, in_place):
     """One more token for each row that is not done."""
     logits, _, cache = step_graph(model, in_place)(
-        weights, state.token[:, None], state.position[:, None], state.cache
+        weights, tf.expand_dims(state.token, 1), tf.expand_dims(state.position, 1), state.cache
     )
-    logits = tf.cast(logits[:, 0], tf.float32)
+    logits = tf.cast(tf.squeeze(logits, 1), tf.float32)
     token = sampling.sample(
         logits,
         settings.temperature,
@@ -353,7 +353,7 @@ def _step(model, weights, state, settings, in_place):
     logprobs = -tf.nn.sparse_softmax_cross_entropy_with_logits(labels=token, logits=logits)
     active = ~state.done
     count = state.count + tf.cast(active, tf.int32)
-    recent = tf.concat([state.recent[:, 1:], token[:, None]], axis=1)
+    recent = tf.concat([state.recent[:, 1:], tf.expand_dims(token, 1)], axis=1)
     # -1 stands in front of a shorter stop and matches anything; a row of -1 is no stop.
     match = tf.reduce_all((recent == settings.stop) | (settings.stop < 0), axis=1)
     stopped = state.stopped | (active & match & (settings.stop[:, -1] >= 0))
@@ -368,8 +368,10 @@ def _step(model, weights, state, settings, in_place):
         done=stopped | (count >= state.budget),
         stopped=stopped,
         recent=recent,
-        new_ids=tf.tensor_scatter_nd_update(state.new_ids, place, token[None]),
-        new_logprobs=tf.tensor_scatter_nd_update(state.new_logprobs, place, logprobs[None]),
+        new_ids=tf.tensor_scatter_nd_update(state.new_ids, place, tf.expand_dims(token, 0)),
+        new_logprobs=tf.tensor_scatter_nd_update(
+            state.new_logprobs, place, tf.expand_dims(logprobs, 0)
+        ),
         cache=cache,
     )
 

@@ -181,8 +181,9 @@ def test_blockwise_of_half_precision_stays_close_to_float64(dtype):
     exact = [tf.cast(argument, "float64") for argument in arguments]
     run = _loss_and_gradients(lambda q, k, v: functional.blockwise_attention(q, k, v, block_size=4))
     results = run(*arguments)
-    # Weights, values and outputs are rounded to 11 (float16) or 8 (bfloat16) bits on the way.
-    tolerance = {"float16": 2**-8, "bfloat16": 2**-5}[dtype]
+    # Weights, values and outputs are rounded to 11 (float16) or 8 (bfloat16) bits on the way; on a
+    # processor without bfloat16 instructions the sums within a product too.
+    tolerance = {"float16": 2**-8, "bfloat16": 2**-4}[dtype]
     for ours, theirs in zip(results, _loss_and_gradients(_dense)(*exact), strict=True):
         assert ours.dtype == dtype
         np.testing.assert_allclose(tf.cast(ours, "float64"), theirs, rtol=tolerance, atol=tolerance)

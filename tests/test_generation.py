@@ -18,7 +18,7 @@ from keras_tinyattn import (
     gpt,
     stream,
 )
-from keras_tinyattn.generation import advance_graph, request_graph
+from keras_tinyattn.generation import request_graph, step_graph
 
 V, LENGTH = 11, 16
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 1], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5]]
@@ -343,7 +343,7 @@ def test_what_follows_from_the_positions_is_computed_once_for_all_blocks():
     model = gpt(V, sequence_length=LENGTH, hidden_dim=12, num_heads=3, num_layers=3)
     model.build((None, LENGTH))
     for in_place in (False, True):
-        graph = advance_graph(model, tokens=1, in_place=in_place).graph.as_graph_def()
+        graph = step_graph(model, in_place).graph.as_graph_def()
         (block,) = graph.library.function
         # The masks of a step compare, and nothing else in a block does.
         assert not {"GreaterEqual", "Range"} & {node.op for node in block.node_def}

@@ -216,7 +216,7 @@ class Signatures(tf.Module):
         logits, _, cache = generation.step_graph(model)(
             generation.read_weights(model),
             token_id,
-            position[:, None],
+            tf.expand_dims(position, 1),
             tuple(
                 (
                     tf.cast(cache[f"keys_{index}"], keys.dtype),
@@ -225,7 +225,7 @@ class Signatures(tf.Module):
                 for index, (keys, values) in enumerate(model.make_cache(1, 1))
             ),
         )
-        return {"logits": logits[:, 0], **_cache_outputs(model, cache)}
+        return {"logits": tf.squeeze(logits, 1), **_cache_outputs(model, cache)}
 
     def sample(self, logits, position, **settings):
         """The next token of each row, for whoever walks with `prefill` and `step`."""

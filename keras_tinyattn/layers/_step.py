@@ -60,14 +60,14 @@ def make_step(positions, inputs, keys):
     _, num_heads, slots, head_dim = ops.shape(keys)
     at = ops.broadcast_to(positions, (rows, tokens)) if len(positions.shape) == 1 else positions
     inside = ops.clip(at, 0, slots - 1)
-    poison = ops.where(ops.equal(inside, at), 0.0, float("nan"))[..., None]
+    poison = ops.expand_dims(ops.where(ops.equal(inside, at), 0.0, float("nan")), -1)
     inside = ops.cast(inside, "int32")
     first = ops.reshape(ops.arange(rows * num_heads) * slots, (rows, num_heads, 1))
     return Step(
         positions=positions,
         poison=poison,
-        mask=functional.causal_mask(inside, ops.arange(slots))[:, None],
-        places=ops.reshape(first + inside[:, None], (-1,)),
+        mask=ops.expand_dims(functional.causal_mask(inside, ops.arange(slots)), 1),
+        places=ops.reshape(first + ops.expand_dims(inside, 1), (-1,)),
         cache_shape=_as_one((rows, num_heads, slots, head_dim)),
     )
 
@@ -88,7 +88,7 @@ def write(cache, step, update):
         # What it gives is the memory of `x`, whatever its page says of a copy.
         flat = tf.raw_ops.InplaceUpdate(x=flat, i=step.places, v=update)
     else:
-        flat = ops.scatter_update(flat, step.places[:, None], update)
+        flat = ops.scatter_update(flat, ops.expand_dims(step.places, 1), update)
     written = ops.reshape(flat, step.cache_shape)
     if hasattr(written, "set_shape"):  # What is known of the shape got lost on the way.
         written.set_shape(cache.shape)

@@ -113,7 +113,7 @@ class TokenAndPositionEmbedding(keras.layers.Layer):
         rows = ops.cast(ops.take(table, inside, axis=0), self.compute_dtype)
         # Compared in the type that came in: a fraction, or what the cast wrapped, is no id either.
         there = ops.cast(inside, indices.dtype) == indices
-        return ops.where(there[..., None], rows, float("nan"))
+        return ops.where(ops.expand_dims(there, -1), rows, float("nan"))
 
     def get_config(self):
         return {
