@@ -389,7 +389,13 @@ def test_the_implicit_mask_reaches_a_layer_with_several_inputs_in_a_functional_m
         assert not np.any(weights[0, 0, 3:])
         assert not np.any(weights[0, 0, :, 3:])
         alone = model([np.array([[3, 1, 4, 0, 0]]), data[1][:1]])[0]
-        np.testing.assert_array_equal(ops.cast(pooled, "float32")[0], ops.cast(alone, "float32")[0])
+        # A product of other sizes may add up in another order.
+        np.testing.assert_allclose(
+            ops.cast(pooled, "float32")[0],
+            ops.cast(alone, "float32")[0],
+            rtol=0,
+            atol=1e-7 if dtype == "float32" else 2**-9,
+        )
 
 
 # Precision.

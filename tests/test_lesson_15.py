@@ -258,7 +258,8 @@ def test_what_constant_weights_cannot_say_is_shown_and_not_claimed(numbers, told
     # The rounding of eight products of numbers up to 6 by numbers below 1.
     assert 0.0 < pairs["residual"] < 1e-5
     assert pairs["equal_columns"] == [(1, 16)]
-    assert pairs["difference_of_equal_logits"] == 0.0
+    # A product may add up its last columns in another order than those before.
+    assert pairs["difference_of_equal_logits"] < 1e-5
     text = told(numbers)
     assert "answered 380 times 'bites', 20 times '<eos>'." in text
     assert "The number is negative only where the last word is '<eos>'." in text
@@ -344,14 +345,23 @@ def test_the_least_loss_worked_out_by_hand():
 
 def test_columns_that_start_equal_stay_equal_and_the_lesson_says_which(numbers, told):
     trained, other = numbers["training"], numbers["training_from_random"]
-    assert trained["column_differences"]["q"] == trained["column_differences"]["k"] == 0.0
-    assert trained["column_differences"]["v"] > 0.1
-    assert min(other["column_differences"].values()) > 0.1
-    assert (trained["rank_of_scores"], other["rank_of_scores"]) == (1, 8)
-    text = told(numbers)
+    differences, of_other = trained["column_differences"], other["column_differences"]
+    # Zero, where the processor rounds all columns alike.
+    assert max(differences["q"], differences["k"]) < min(of_other.values()) / 10
+    assert differences["v"] > 0.1
+    assert min(of_other.values()) > 0.1
+    assert trained["rank_of_scores"] < other["rank_of_scores"] == 8
+    equal = trained | {"column_differences": differences | {"q": 0.0, "k": 0.0}, "rank_of_scores": 1}
+    text = told(numbers | {"training": equal})
     assert "The columns of W_Q and W_K are still equal after 400 steps" in text
     assert "Those of W_V came apart" in text
     assert "a score has 1 way to match two words, and not 8" in text
+    assert "rounding, and training" not in text
+    drifted = equal | {"column_differences": differences | {"q": 0.0, "k": of_other["k"] / 40}}
+    text = told(numbers | {"training": drifted})
+    assert "The columns of W_Q are still equal after 400 steps" in text
+    assert "The columns of W_K got equal gradients too, but for rounding, and training" in text
+    assert "1/40 of what they do from random numbers" in text
     apart = trained | {"column_differences": {"q": 0.5, "k": 0.5, "v": 0.5}, "rank_of_scores": 8}
     text = told(numbers | {"training": apart})
     assert "are still equal" not in text
