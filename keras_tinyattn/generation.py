@@ -520,7 +520,13 @@ def _caller_of_blocks(model, weights, in_place):
         kind = _kind(block)
         if kind not in functions:
             spec = tf.nest.map_structure(lambda x: tf.TensorSpec(x.shape, x.dtype), arguments)
-            functions[kind] = tf.function(run, autograph=False).get_concrete_function(*spec)
+            functions[kind] = tf.function(
+                run,
+                autograph=False,
+                # A window is read once a request, where a call costs nothing; with fewer copies of the
+                # block the first answer comes sooner.
+                experimental_attributes={} if x.shape[1] == 1 else {"_noinline": True},
+            ).get_concrete_function(*spec)
         return functions[kind](*arguments)
 
     return call
