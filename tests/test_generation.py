@@ -350,6 +350,31 @@ def test_what_follows_from_the_positions_is_computed_once_for_all_blocks():
         assert sum(node.op == "GreaterEqual" for node in graph.node) == 1
 
 
+def test_what_runs_once_or_seldom_is_a_call_and_not_a_copy_in_each_graph():
+    model = gpt(V, sequence_length=LENGTH, hidden_dim=12, num_heads=3, num_layers=3)
+    model.build((None, LENGTH))
+    graph = request_graph(model, jit_compile=False).graph.as_graph_def()
+    with_operation = {
+        operation: [
+            function.attr["_noinline"].b
+            for function in graph.library.function
+            if any(node.op == operation for node in function.node_def)
+        ]
+        for operation in (
+            "BitwiseXor",
+            "TensorScatterUpdate",
+            "InplaceUpdate",
+            "While",
+            "StatelessWhile",
+        )
+    }
+    # Sampling's random numbers; a block of the prompt; new tokens with theirs; a block of a step.
+    assert with_operation["BitwiseXor"] == [True]
+    assert sorted(with_operation["TensorScatterUpdate"]) == [False, True]
+    assert with_operation["InplaceUpdate"] == [False]
+    assert len(with_operation["While"] + with_operation["StatelessWhile"]) == 1
+
+
 def test_blocks_that_differ_in_their_weights_alone_are_one_function():
     def functions(num_layers):
         model = gpt(V, sequence_length=LENGTH, hidden_dim=12, num_heads=3, num_layers=num_layers)
