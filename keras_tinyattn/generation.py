@@ -433,7 +433,7 @@ def _graph(model, name, function, signature, **options):
 
 
 def _loop_graph(model, in_place):
-    """Steps until every row is done or has come to the end of its cache, which grows first."""
+    """Steps until every row is done or one has come to the end of the cache, which grows first."""
 
     def loop(model, weights, state, settings, cache_length):
         state = _State(*state)
