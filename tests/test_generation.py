@@ -18,7 +18,7 @@ from keras_tinyattn import (
     gpt,
     stream,
 )
-from keras_tinyattn.generation import request_graph, step_graph
+from keras_tinyattn.generation import _next_power_of_two, request_graph, step_graph
 
 V, LENGTH = 11, 16
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 1], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5]]
@@ -348,6 +348,20 @@ def test_what_follows_from_the_positions_is_computed_once_for_all_blocks():
         # The masks of a step compare, and nothing else in a block does.
         assert not {"GreaterEqual", "Range"} & {node.op for node in block.node_def}
         assert sum(node.op == "GreaterEqual" for node in graph.node) == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "least", "expected"),
+    [(0, 1, 1), (1, 1, 1), (3, 1, 4), (4, 1, 4), (5, 16, 16), (16, 16, 16), (17, 16, 32)],
+)
+def test_compiled_shapes_are_rounded_up_to_powers_of_two_and_no_further(number, least, expected):
+    assert int(_next_power_of_two(tf.constant(number), least)) == expected
+
+
+def test_a_refusal_names_twenty_of_what_is_wrong(model):
+    with pytest.raises(ValueError, match="Received: ") as refused:
+        generate(model, [[V + 5] * (LENGTH - 1)] * 4, 1, jit_compile=False)
+    assert str(refused.value).count(str(V + 5)) == 20
 
 
 def test_what_runs_once_or_seldom_is_a_call_and_not_a_copy_in_each_graph():
