@@ -1,5 +1,7 @@
 """How a lesson looks on a terminal: headings, points, and numbers in tables with names."""
 
+import math
+
 from rich import box
 from rich.padding import Padding
 from rich.table import Table
@@ -67,3 +69,22 @@ def print_columns(output, names, rows, sides):
     for row in rows:
         table.add_row(*row)
     output.print(Padding(table, (1, 0, 1, 2), expand=False))
+
+
+def print_losses(output, losses, early=False):
+    """Print at most nine rows of step, loss and a bar, the first and the last among them.
+
+    Args:
+        output: a rich console.
+        losses: the loss after 0, 1, ... steps.
+        early: whether the rows stand closer together at the beginning, where a loss falls fast.
+    """
+    last = len(losses) - 1
+    power = 2 if early else 1
+    shown = sorted({round(last * (index / 8) ** power) for index in range(9)})
+    block = "\u2588" if output.encoding.lower().startswith("utf") else "#"
+    rows = [
+        (str(step), f"{losses[step]:.4f}", block * min(40, math.ceil(30 * losses[step] / losses[0])))
+        for step in shown
+    ]
+    print_columns(output, ("steps", "loss", ""), rows, "rrl")

@@ -1,8 +1,10 @@
 """What a script does around its own work: start quietly, check its options, end like a command."""
 
+import argparse
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import shutil
 import sys
@@ -85,6 +87,32 @@ def console():
     return output
 
 
+def lesson_parser(description, plot=None):
+    """A parser with the options of every lesson: `--json`, and `--plot` if there is something to draw.
+
+    Args:
+        description: what the lesson shows.
+        plot: help text of `--plot`; without one there is no such option.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    if plot is not None:
+        parser.add_argument("--plot", metavar="FILE.png", help=plot)
+    parser.add_argument("--json", metavar="FILE", help="write every number of the lesson as JSON")
+    return parser
+
+
+def parse_lesson(parser, argv):
+    """The options; before any work is done, a file that could not be written after it is refused.
+
+    Raises:
+        ValueError: if a file cannot be written, or matplotlib is missing for `--plot`.
+    """
+    options = parser.parse_args(argv)
+    check_picture("--plot", getattr(options, "plot", None))
+    check_file("--json", options.json)
+    return options
+
+
 def check_count(option, value, at_least=0, at_most=None):
     """Refuse a number of steps, epochs or tokens that is out of range.
 
@@ -165,11 +193,28 @@ def write_picture(output, path, save):
 
 
 def write_numbers(output, path, numbers):
-    """Write numbers as JSON and say so; None writes nothing."""
+    """Write numbers as JSON and say so; None writes nothing.
+
+    Args:
+        output: a rich console.
+        path: the file, or None.
+        numbers: what JSON knows, and NumPy arrays and numbers besides; NaN and infinity become null.
+    """
     if path is not None:
         with whole_file(path) as part:
-            part.write_text(json.dumps(numbers, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+            text = json.dumps(_plain(numbers), indent=1, allow_nan=False)
+            part.write_text(text + "\n", encoding="utf-8")
         output.print(f"Numbers: {path}", markup=False, soft_wrap=True)
+
+
+def _plain(value):
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {name: _plain(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def ran_on(tensor):

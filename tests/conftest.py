@@ -1,9 +1,14 @@
 """What several test files share."""
 
 import argparse
+import contextlib
+import functools
 import importlib
+import io
+import json
 import os
 import pathlib
+import types
 
 import keras
 import pytest
@@ -41,12 +46,39 @@ def shared_folder():
     return find
 
 
+@pytest.fixture(scope="session")
+def run_lesson(tmp_path_factory):
+    """A function that runs a lesson in this process, once for each set of options.
+
+    `run_lesson(name, *options)` returns an object with `numbers` (what it wrote as JSON), `text` (what it
+    printed, with line breaks and indents taken out) and `folder`, in which an option such as `{}/a.png`
+    puts its file.
+    """
+
+    @functools.cache
+    def run(name, *options):
+        folder = tmp_path_factory.mktemp(name)
+        options = [str(option).replace("{}", str(folder)) for option in options]
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            importlib.import_module(name).main([*options, "--json", str(folder / "numbers.json")])
+        return types.SimpleNamespace(
+            numbers=json.loads((folder / "numbers.json").read_text(encoding="utf-8")),
+            text=" ".join(printed.getvalue().split()),
+            folder=folder,
+        )
+
+    return run
+
+
 @pytest.fixture
 def refuses(tmp_path, monkeypatch, capsys):
     """A function: a script refuses options, in which {} is an empty folder, before it does any work."""
 
     def check(script, options, *said):
-        monkeypatch.setattr(script, "compute", lambda *_: pytest.fail("the work was begun"))
+        monkeypatch.setattr(
+            script, "compute", lambda *_: pytest.fail("the work was begun"), raising=False
+        )
         with pytest.raises(SystemExit) as end:
             importlib.import_module("_start").run(
                 script.main, [option.format(tmp_path) for option in options]
