@@ -50,9 +50,9 @@ def shared_folder():
 def run_lesson(tmp_path_factory):
     """A function that runs a lesson in this process, once for each set of options.
 
-    `run_lesson(name, *options)` returns an object with `numbers` (what it wrote as JSON), `text` (what it
-    printed, with line breaks and indents taken out) and `folder`, in which an option such as `{}/a.png`
-    puts its file.
+    `run_lesson(name, *options)` returns an object with `numbers`, read from its JSON; `text`, what it
+    printed, without line breaks and indents; and `folder`, in which an option such as `{}/a.png` puts
+    its file.
     """
 
     @functools.cache
