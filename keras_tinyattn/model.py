@@ -1,17 +1,12 @@
 """A causal language model: token ids in, the logits of each next token out."""
 
-import contextvars
-
 import keras
 
 from keras_tinyattn.layers import DecoderBlock, TokenAndPositionEmbedding, VocabProjection
+from keras_tinyattn.layers._graph_key import graph_key as key_of_layer
+from keras_tinyattn.layers.cache import make_steps
 
 __all__ = ["CausalLM", "gpt"]
-
-# How a model calls its blocks; `generation` sets it, whose graphs hold blocks that are alike once.
-block_caller = contextvars.ContextVar(
-    "block_caller", default=lambda block, x, **options: block(x, **options)
-)
 
 
 @keras.saving.register_keras_serializable(package="keras_tinyattn")
@@ -20,20 +15,22 @@ class CausalLM(keras.Model):
 
     Args:
         embedding: a `TokenAndPositionEmbedding`.
-        blocks: list of causal layers that follow one protocol: `block(x)` for a full window,
-            `block(x, cache=..., positions=...)` for a step, `block.make_cache(batch_size, length)`;
-            `CausalSelfAttention` and `DecoderBlock` do.
+        blocks: list of causal layers that follow one protocol: `block(x)` for a window, `block(x,
+            cache=entry)` for a window that is kept, `block(x, cache=entry, positions=step)` for a step,
+            where `entry` is what `block.make_cache(batch_size, length)` made and `step.positions` the
+            absolute positions; `CausalSelfAttention` and `DecoderBlock` do.
         projection: a `VocabProjection`; one with `tied=True` is tied to the embedding here, and again
             when the model is cloned or loaded.
         final_norm: a layer applied after the last block; none unless given.
 
     Call arguments:
         token_ids: `(B, T)` integers, T at most `sequence_length`.
-        cache: what `make_cache` makes, one entry a block.
-        positions: `(T,)` or `(B, T)` integers, where the tokens of a cached step stand; required with
-            a cache.
+        cache: what `make_cache` makes, one entry a block. Without positions a window is read into it.
+        positions: `(T,)` or `(B, T)` integers, where the tokens of a cached step stand.
         return_attention_scores: whether to return the weights as well.
         training: whether dropout is on.
+        blocks: what to call in place of each block, by the same protocol: generation passes functions
+            that share one graph.
 
     Returns:
         `logits`, `(B, T, V)` float32: row t scores the token at t + 1; then, if
@@ -95,25 +92,34 @@ class CausalLM(keras.Model):
                 layer.build(shape)
             shape = (*shape[:-1], _width_after(layer, shape))
 
-    def call(self, token_ids, cache=None, positions=None, return_attention_scores=False, training=None):
-        if (cache is None) != (positions is None):
+    def call(
+        self,
+        token_ids,
+        cache=None,
+        positions=None,
+        return_attention_scores=False,
+        training=None,
+        blocks=None,
+    ):
+        if cache is None and positions is not None:
             raise ValueError(
-                "A cached step needs to know where its tokens stand, and a full window starts at 0. "
-                "Expected cache and positions together, or neither. Received: "
-                f"cache={'None' if cache is None else 'given'}, "
-                f"positions={'None' if positions is None else 'given'}. "
-                "Give both, or leave both out."
+                "Positions say where tokens go in a cache; a window without one begins at 0. "
+                "Expected a cache with positions. Received: positions without a cache. "
+                "Give both, or leave positions out."
             )
-        call_block = block_caller.get()
         x = self.embedding(token_ids, positions=positions)
+        # What follows from the positions is the same for all blocks.
+        steps = None if positions is None else list(make_steps(positions, cache))
         weights, new_cache = [], []
-        for index, block in enumerate(self.blocks):
+        for index, block in enumerate(blocks or self.blocks):
             options = {"training": training}
             if cache is not None:
-                options |= {"cache": cache[index], "positions": positions}
+                options["cache"] = cache[index]
+            if steps is not None:
+                options["positions"] = steps[index]
             if return_attention_scores:
                 options["return_attention_scores"] = True
-            outputs = call_block(block, x, **options)
+            outputs = block(x, **options)
             x, *extras = outputs if isinstance(outputs, tuple) else (outputs,)
             if return_attention_scores:
                 weights.append(extras.pop(0))
@@ -170,6 +176,7 @@ def gpt(
     hidden_dim,
     num_heads,
     num_layers,
+    intermediate_dim=None,
     dropout=0.0,
     tie_embeddings=True,
     **kwargs,
@@ -182,6 +189,7 @@ def gpt(
         hidden_dim: D.
         num_heads: H; must divide D.
         num_layers: the number of `DecoderBlock`s.
+        intermediate_dim: width of the inner layer of each MLP; 4 D unless given.
         dropout: share dropped in training, in [0, 1).
         tie_embeddings: whether the projection uses the token table.
         **kwargs: passed on to `CausalLM`, such as `name`.
@@ -218,6 +226,7 @@ def gpt(
             DecoderBlock(
                 hidden_dim,
                 num_heads,
+                intermediate_dim,
                 dropout=dropout,
                 kernel_initializer=initializer(),
                 name=f"block_{index}",
@@ -232,6 +241,20 @@ def gpt(
         ),
         final_norm=keras.layers.LayerNormalization(epsilon=1e-5, name="final_norm"),
         **kwargs,
+    )
+
+
+def graph_key(model):
+    """What the graphs of a built `CausalLM` depend on, hashable: a graph made under another is stale.
+
+    It names the layers, all in them that matters in a call, and the variables themselves. A graph keeps
+    its variables alive, so that no other variable gets the `id` of one while the graph is there.
+    """
+    layers = (model.embedding, *model.blocks, model.final_norm, model.projection)
+    return (
+        type(model),
+        *(None if layer is None else key_of_layer(layer) for layer in layers),
+        *((id(variable), variable.trainable) for variable in model.variables),
     )
 
 

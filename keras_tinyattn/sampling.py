@@ -1,37 +1,100 @@
-"""The logits of one step to the next token ids; no state, a row at a time.
+"""The logits of one step to the next token ids; stateless, per row.
 
     temperature 0:  argmax(logits)
     above 0:        argmax(logits / temperature + noise), noise of Gumbel's distribution,
 
-which draws a token with the probability softmax(logits / temperature). The noise comes from integers
-that depend on seed, position and token id alone, so a row draws the same whatever stands beside it,
-eagerly, in a graph, compiled by XLA, and in another process.
+which samples a token with the probability softmax(logits / temperature). The noise comes from integers
+that depend on seed, position and token id alone, so a row gets the same token whatever the other rows
+are, eagerly, in a graph, compiled by XLA, and in another process.
 
 Reference: Gumbel-max, in Maddison et al., "A* Sampling", 2014; nucleus (top-p) sampling, Holtzman et
 al., "The Curious Case of Neural Text Degeneration", 2020.
 """
 
+import collections
 import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-__all__ = ["filter_logits", "sample"]
+__all__ = ["SETTINGS", "Setting", "filter_logits", "sample"]
 
 
-def sample(logits, temperature=0.0, top_k=0, top_p=1.0, seed=0, position=0):
-    """Draw the next token id of each row.
+class Setting(NamedTuple):
+    """A setting of generation, of which each row has its own."""
+
+    name: str
+    dtype: str
+    default: Any
+    valid: Callable  # of a tensor: where it is in range
+    expected: str  # the range, in words
+    help: str  # what the setting does, in words
+
+
+# The settings of `sample`: every call, check, signature and option of them is made from this table.
+SETTINGS = (
+    Setting(
+        "temperature",
+        "float32",
+        0.0,
+        lambda x: (x >= 0.0) & (x < np.inf),
+        "a finite number of at least 0",
+        "divides the logits; 0 is greedy",
+    ),
+    Setting(
+        "top_k",
+        "int32",
+        0,
+        lambda x: x >= 0,
+        "an integer of at least 0, where 0 means all",
+        "samples among so many likeliest tokens; 0 for all",
+    ),
+    Setting(
+        "top_p",
+        "float32",
+        1.0,
+        lambda x: (x > 0.0) & (x <= 1.0),
+        "a number above 0 and up to 1, where 1 means all",
+        "samples among the fewest tokens that hold this share of the probability; 1 for all",
+    ),
+    Setting(
+        "min_p",
+        "float32",
+        0.0,
+        lambda x: (x >= 0.0) & (x <= 1.0),
+        "a number from 0 to 1, where 0 means all",
+        "samples among tokens with at least this share of the likeliest one's probability; 0 for all",
+    ),
+    Setting(
+        "seed",
+        "int32",
+        0,
+        lambda x: x == x,
+        "any int32",
+        "the same seed samples the same tokens",
+    ),
+)
+
+SamplingSettings = collections.namedtuple(
+    "SamplingSettings",
+    [setting.name for setting in SETTINGS],
+    defaults=[setting.default for setting in SETTINGS],
+)
+
+
+def sample(logits, *, position=0, **settings):
+    """Sample the next token id of each row.
 
     Args:
         logits: `(B, V)`, of any float type.
-        temperature: `(B,)` or a number, at least 0; 0 takes the likeliest token, of equal ones the
-            lowest id.
-        top_k: `(B,)` or an integer: only the `top_k` likeliest tokens are drawn; 0 for all.
-        top_p: `(B,)` or a number in (0, 1]: only the fewest likeliest tokens that reach this share of
-            the probability are drawn; 1 for all.
-        seed: `(B,)` or any int32.
-        position: `(B,)` or an integer, where in its text the drawn token will stand: each position has
-            a draw of its own, so that a text that is continued later draws as if it never paused.
+        position: `(B,)` or an integer, where in its text the sampled token will stand: each position
+            has random numbers of its own, so that a text that is continued later goes on as if it had
+            never paused.
+        **settings: of `SETTINGS`, each `(B,)` or a number: `temperature`, 0 (the default) takes the
+            likeliest token, of equal ones the lowest id; `top_k`, `top_p` and `min_p` as in
+            `filter_logits`; `seed`, any int32.
 
     Returns:
         `(B,)` int32 token ids.
@@ -43,51 +106,35 @@ def sample(logits, temperature=0.0, top_k=0, top_p=1.0, seed=0, position=0):
     """
     logits = tf.cast(logits, tf.float32)
     rows = tf.shape(logits)[:1]
-    temperature = _one_a_row(temperature, tf.float32, rows)
-    top_k = _one_a_row(top_k, tf.int32, rows)
-    top_p = _one_a_row(top_p, tf.float32, rows)
-    seed = _one_a_row(seed, tf.int32, rows)
-    position = _one_a_row(position, tf.int32, rows)
-
-    return tf.cond(
-        tf.reduce_any(temperature > 0.0),
-        lambda: _draw(logits, temperature, top_k, top_p, seed, position),
-        lambda: _argmax(logits),
+    settings = SamplingSettings(**settings)
+    settings = SamplingSettings(
+        *(
+            _one_per_row(value, setting.dtype, rows)
+            for value, setting in zip(settings, SETTINGS, strict=True)
+        )
     )
+    position = _one_per_row(position, tf.int32, rows)
+
+    def sampled():
+        kept = tf.cond(_any_filter(settings), lambda: _filter(logits, settings), lambda: logits)
+        return _sample(kept, settings, position)
+
+    return tf.cond(tf.reduce_any(settings.temperature > 0.0), sampled, lambda: _argmax(logits))
 
 
-# A function that stays one: an executor visits every operation of a branch that it does not take.
-@functools.partial(
-    tf.function,
-    input_signature=[
-        tf.TensorSpec((None, None), tf.float32),
-        *(tf.TensorSpec((None,), dtype) for dtype in ("float32", "int32", "float32", "int32", "int32")),
-    ],
-    autograph=False,
-    experimental_attributes={"_noinline": True},
-)
-def _draw(logits, temperature, top_k, top_p, seed, position):
-    scaled = _scale(logits, temperature)
-    noise = _gumbel_noise(seed, position, tf.shape(logits)[1])
-    drawn = tf.cond(
-        tf.reduce_any(top_k > 0) | tf.reduce_any(top_p < 1.0),
-        lambda: _argmax(filter_logits(scaled, top_k, top_p) + noise),
-        lambda: _argmax(scaled + noise),
-    )
-    return tf.where(temperature > 0.0, drawn, _argmax(logits))
+def filter_logits(logits, top_k=0, top_p=1.0, min_p=0.0):
+    """Keep the logits that top-k, top-p and min-p leave, and set the others to -inf.
 
-
-def filter_logits(logits, top_k=0, top_p=1.0):
-    """Keep the logits that top-k and top-p leave, and set the others to -inf.
-
-    Both count on the same distribution: a token stays if fewer than `top_k` tokens are likelier and
-    together they hold less than `top_p` of the probability. The likeliest always stays; of equal ones
-    the lower id counts as likelier.
+    All count on the same distribution: a token stays if fewer than `top_k` tokens are likelier,
+    together they hold less than `top_p` of the probability, and its own probability is at least `min_p`
+    times that of the likeliest. The likeliest always stays; of equal ones the lower id counts as
+    likelier.
 
     Args:
         logits: `(B, V)` float32, already divided by the temperature.
         top_k: `(B,)` int32 or an integer; 0 for all.
         top_p: `(B,)` float32 or a number in (0, 1]; 1 for all.
+        min_p: `(B,)` float32 or a number in [0, 1]; 0 for all.
 
     Returns:
         `(B, V)` float32.
@@ -98,20 +145,61 @@ def filter_logits(logits, top_k=0, top_p=1.0):
     array([[-inf,   3.,   2.]], dtype=float32)
     """
     rows, size = tf.shape(logits)[0], tf.shape(logits)[1]
-    top_k = _one_a_row(top_k, tf.int32, (rows,))[:, None]
-    top_p = _one_a_row(top_p, tf.float32, (rows,))[:, None]
+    top_k = _one_per_row(top_k, tf.int32, (rows,))[:, None]
+    top_p = _one_per_row(top_p, tf.float32, (rows,))[:, None]
+    min_p = _one_per_row(min_p, tf.float32, (rows,))[:, None]
     order = tf.argsort(logits, direction="DESCENDING", stable=True)
     probabilities = tf.nn.softmax(tf.gather(logits, order, batch_dims=1))
     before = tf.cumsum(probabilities, axis=-1, exclusive=True)
     rank = tf.range(size)[None, :]
     kept = ((rank < top_k) | (top_k == 0)) & ((before < top_p) | (top_p >= 1.0))
+    kept = kept & (probabilities >= min_p * probabilities[:, :1])
     kept = kept | (rank == 0)
     # Back from ranks to token ids: the inverse of a permutation is its argsort.
     kept = tf.gather(kept, tf.argsort(order), batch_dims=1)
     return tf.where(kept, logits, -np.inf)
 
 
-def _one_a_row(value, dtype, rows):
+_FILTERS = ("top_k", "top_p", "min_p")
+
+
+def _any_filter(settings):
+    defaults = SamplingSettings()
+    on = [getattr(settings, name) != getattr(defaults, name) for name in _FILTERS]
+    return tf.reduce_any(functools.reduce(tf.logical_or, on))
+
+
+def _call(*signature):
+    """One call in a graph: an executor visits every operation of a branch that it does not take.
+
+    It must hold no condition or loop: a session turns those into operations that XLA does not know.
+    """
+    return tf.function(
+        input_signature=[
+            tf.TensorSpec((None, None), tf.float32),
+            SamplingSettings(*(tf.TensorSpec((None,), setting.dtype) for setting in SETTINGS)),
+            *signature,
+        ],
+        autograph=False,
+        experimental_attributes={"_noinline": True},
+    )
+
+
+@_call()
+def _filter(logits, settings):
+    filters = {name: getattr(settings, name) for name in _FILTERS}
+    kept = filter_logits(_scale(logits, settings.temperature), **filters)
+    return tf.where(kept > -np.inf, logits, -np.inf)
+
+
+@_call(tf.TensorSpec((None,), tf.int32))
+def _sample(logits, settings, position):
+    noise = _gumbel_noise(settings.seed, position, tf.shape(logits)[1])
+    sampled = _argmax(_scale(logits, settings.temperature) + noise)
+    return tf.where(settings.temperature > 0.0, sampled, _argmax(logits))
+
+
+def _one_per_row(value, dtype, rows):
     value = tf.cast(value, dtype)
     return value if value.shape.rank == 1 else tf.broadcast_to(value, rows)
 

@@ -13,6 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_tinyattn.sampling import SETTINGS
 from keras_tinyattn.version import __version__
 
 CARD = "model_card.json"
@@ -88,13 +89,12 @@ def _example_requests(model, tokenizer):
         )
     length = max(1, min(3, model.sequence_length - 1))
     texts = [tokenizer.decode(plain[-1:]), tokenizer.decode((plain * 3)[:length])]
-    settings = {
-        "max_new_tokens": np.array([3, 5], np.int32),
-        "temperature": np.array([0.0, 0.7], np.float32),
-        "top_k": np.array([0, 5], np.int32),
-        "top_p": np.array([1.0, 0.9], np.float32),
-        "seed": np.array([0, 1], np.int32),
-    }
+    settings = {setting.name: np.full(2, setting.default, setting.dtype) for setting in SETTINGS}
+    settings["max_new_tokens"] = np.array([3, 5], np.int32)
+    # One row is greedy, the other sampled.
+    sampled = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "seed": 1}
+    for name, value in sampled.items():
+        settings[name][1] = value
     prompts = np.array([text.encode() for text in texts], object)
     ids, lengths = (part.numpy() for part in tokenizer.tokenize(tf.constant(prompts)))
     return [

@@ -10,6 +10,8 @@ import tensorflow as tf
 from keras_tinyattn._boundary import value_errors
 from keras_tinyattn.export import card
 from keras_tinyattn.export.signatures import Signatures
+from keras_tinyattn.generation.request import ROW_SETTINGS
+from keras_tinyattn.sampling import SamplingSettings
 
 __all__ = ["LoadedModel", "export_saved_model", "load_saved_model"]
 
@@ -85,45 +87,36 @@ class LoadedModel:
         if "generate" not in self.signatures:
             raise ValueError(_NO_EXPORT.format(path=path))
 
-    def generate(
-        self,
-        prompts,
-        max_new_tokens,
-        temperature=0.0,
-        top_k=0,
-        top_p=1.0,
-        seed=0,
-        stop="",
-        jit_compile=False,
-    ):
+    def generate(self, prompts, max_new_tokens, *, stop="", jit_compile=False, **settings):
         """Continue texts.
 
         Args:
             prompts: a string, or a list of strings.
-            max_new_tokens, temperature, top_k, top_p, seed, stop: one for all or one a prompt, as the
-                signature `generate` takes them.
+            max_new_tokens: one for all or one per prompt, as the signature `generate` takes it.
+            stop: likewise, the text to stop at; "" is the tokenizer's own end.
             jit_compile: whether to call `generate_xla` instead.
+            **settings: how tokens are sampled, likewise, by the names of `sampling.SETTINGS`:
+                `temperature`, `top_k`, `top_p`, `min_p`, `seed`.
 
         Returns:
             A dictionary of the outputs of the signature, NumPy arrays of batch size B, 1 for a string.
 
         Raises:
+            TypeError: if there is no setting of a name.
             ValueError: if a prompt or a setting is refused.
         """
         texts = tf.constant([prompts] if isinstance(prompts, str) else list(prompts), tf.string)
+        settings = {**SamplingSettings(**settings)._asdict(), "max_new_tokens": max_new_tokens}
+        dtypes = {setting.name: setting.dtype for setting in ROW_SETTINGS}
 
-        def row(value, dtype):
+        def per_row(value, dtype):
             return tf.broadcast_to(tf.constant(value, dtype), tf.shape(texts))
 
         return self._call(
             "generate_xla" if jit_compile else "generate",
             prompt=texts,
-            max_new_tokens=row(max_new_tokens, tf.int32),
-            temperature=row(temperature, tf.float32),
-            top_k=row(top_k, tf.int32),
-            top_p=row(top_p, tf.float32),
-            seed=row(seed, tf.int32),
-            stop=row(stop, tf.string),
+            **{name: per_row(value, dtypes[name]) for name, value in settings.items()},
+            stop=per_row(stop, tf.string),
         )
 
     def score(self, texts):

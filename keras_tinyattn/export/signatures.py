@@ -9,23 +9,29 @@ import types
 import numpy as np
 import tensorflow as tf
 
-from keras_tinyattn import generation, sampling
+from keras_tinyattn import sampling
 from keras_tinyattn._boundary import require
+from keras_tinyattn.generation.graphs import grow_cache, read_parameters, step_graph, window_graph
+from keras_tinyattn.generation.loop import request_graph
+from keras_tinyattn.generation.request import (
+    MAX_STOP_TOKENS,
+    ROW_SETTINGS,
+    Generation,
+    Settings,
+    check_ids,
+    check_lengths,
+    check_sampling,
+)
+from keras_tinyattn.layers.cache import KeyValueCache
 
 MAX_ATTENTION_TOKENS = 256
 
 _STRINGS = tf.TensorSpec((None,), tf.string)
 _IDS = tf.TensorSpec((None, None), tf.int32)
 _INTS = tf.TensorSpec((None,), tf.int32)
-_FLOATS = tf.TensorSpec((None,), tf.float32)
 _FLOAT_ROWS = tf.TensorSpec((None, None), tf.float32)
-_SETTINGS = {
-    "max_new_tokens": _INTS,
-    "temperature": _FLOATS,
-    "top_k": _INTS,
-    "top_p": _FLOATS,
-    "seed": _INTS,
-}
+_SETTINGS = {setting.name: tf.TensorSpec((None,), setting.dtype) for setting in ROW_SETTINGS}
+_SAMPLING = {setting.name: _SETTINGS[setting.name] for setting in sampling.SETTINGS}
 
 
 class Signatures(tf.Module):
@@ -44,7 +50,7 @@ class Signatures(tf.Module):
             prepare=_graph(self._prepare, _STRINGS, _STRINGS, *_SETTINGS.values()),
             present=_graph(
                 self._present,
-                generation.Generation(_IDS, _INTS, _FLOAT_ROWS, _STRINGS),
+                Generation(_IDS, _INTS, _FLOAT_ROWS, _STRINGS),
                 _INTS,
                 _INTS,
             ),
@@ -55,10 +61,10 @@ class Signatures(tf.Module):
         strings, ids, ints = _STRINGS, _IDS, _INTS
         text_settings = {"prompt": strings, **_SETTINGS, "stop": strings}
         id_settings = {"prompt_ids": ids, "prompt_length": ints, **_SETTINGS, "stop_id": ints}
-        cache_specs = {}
-        for index, (keys, values) in enumerate(self._model().make_cache(1)):
-            cache_specs[f"keys_{index}"] = tf.TensorSpec((None, *keys.shape[1:]), _wire(keys))
-            cache_specs[f"values_{index}"] = tf.TensorSpec((None, *values.shape[1:]), _wire(values))
+        cache_specs = {
+            name: tf.TensorSpec((None, *part.shape[1:]), _wire_dtype(part))
+            for name, part in _named(self._model().make_cache(1)).items()
+        }
         specs = {
             "serving_default": (self.greedy, {"prompt": strings}),
             "generate": (self.generate, text_settings),
@@ -70,7 +76,7 @@ class Signatures(tf.Module):
             "step": (self.step, {"token_id": ints, "position": ints, **cache_specs}),
             "sample": (
                 self.sample,
-                {"logits": _FLOAT_ROWS, "position": ints, **dict(list(_SETTINGS.items())[1:])},
+                {"logits": _FLOAT_ROWS, "position": ints, **_SAMPLING},
             ),
         }
         return {
@@ -83,13 +89,11 @@ class Signatures(tf.Module):
     def greedy(self, prompt):
         """Prompt and greedy continuation, up to the stop or the last position."""
         rows = tf.shape(prompt)
+        settings = {setting.name: tf.fill(rows, setting.default) for setting in sampling.SETTINGS}
         outputs = self.generate(
             prompt=prompt,
             max_new_tokens=tf.fill(rows, self._model().sequence_length),
-            temperature=tf.fill(rows, 0.0),
-            top_k=tf.fill(rows, 0),
-            top_p=tf.fill(rows, 1.0),
-            seed=tf.fill(rows, 0),
+            **settings,
             stop=tf.fill(rows, ""),
         )
         return {"text": outputs["text"]}
@@ -140,7 +144,7 @@ class Signatures(tf.Module):
         ):
             stop_ids = tf.pad(
                 stop_id[:, None],
-                ((0, 0), (generation.MAX_STOP_TOKENS - 1, 0)),
+                ((0, 0), (MAX_STOP_TOKENS - 1, 0)),
                 constant_values=-1,
             )
         result = self._continue(prompt_ids, prompt_length, settings, stop_ids, jit_compile=False)
@@ -152,7 +156,7 @@ class Signatures(tf.Module):
         }
 
     def score(self, text):
-        """How likely the model finds each token of a text after those before it."""
+        """The log-probability of each token of a text, given those before it."""
         token_ids, length = self._window(text, self._model().sequence_length)
         logits, _, _ = self._read_window(token_ids)
         logprobs = tf.nn.log_softmax(tf.cast(logits, tf.float32))[:, :-1]
@@ -168,10 +172,10 @@ class Signatures(tf.Module):
         }
 
     def attention(self, text):
-        """Who looks at whom, in every layer and head, and what comes next."""
+        """The weights of every layer and head, and the logits of the next token."""
         longest = min(MAX_ATTENTION_TOKENS, self._model().sequence_length)
         token_ids, length = self._window(text, longest)
-        logits, weights, _ = self._read_window(token_ids)
+        logits, weights, _ = self._read_window(token_ids, attention_scores=True)
         real = tf.sequence_mask(length, tf.shape(token_ids)[1])
         weights = tf.stack([tf.cast(layer, tf.float32) for layer in weights], axis=1)
         pieces = self._shared.detokenize(
@@ -190,12 +194,13 @@ class Signatures(tf.Module):
         with tf.control_dependencies(
             _require_one_batch(prompt_ids=prompt_ids, prompt_length=prompt_length)
         ):
-            settings = _no_settings(prompt_length)
-        prompt_ids = generation.check_graph(model)(prompt_ids, prompt_length, settings)
+            prompt_length = tf.identity(prompt_length)
+        prompt_length = check_lengths(prompt_length, tf.shape(prompt_ids)[1], model.sequence_length)
+        prompt_ids = check_ids(prompt_ids, prompt_length, model.vocabulary_size)
         width = tf.maximum(tf.reduce_max(prompt_length), 1)
         logits, _, cache = self._read_window(prompt_ids[:, :width])
         logits = tf.gather(logits, prompt_length - 1, batch_dims=1)
-        cache = generation.grow_cache(model, cache, model.sequence_length)
+        cache = grow_cache(model, cache, model.sequence_length)
         return {"logits": logits, **_cache_outputs(model, cache)}
 
     def step(self, token_id, position, **cache):
@@ -211,14 +216,13 @@ class Signatures(tf.Module):
                 ". Stop before the last position.",
             )
         ):
-            settings = _no_settings(token_id)
-        token_id = generation.check_graph(model)(token_id[:, None], tf.ones_like(token_id), settings)
-        logits, _, cache = generation.step_graph(model)(
-            generation.read_weights(model),
-            token_id,
+            token_id = tf.identity(token_id)
+        logits, cache = step_graph(model)(
+            read_parameters(model),
+            check_ids(token_id[:, None], tf.ones_like(token_id), model.vocabulary_size),
             tf.expand_dims(position, 1),
             tuple(
-                (
+                KeyValueCache(
                     tf.cast(cache[f"keys_{index}"], keys.dtype),
                     tf.cast(cache[f"values_{index}"], values.dtype),
                 )
@@ -228,30 +232,26 @@ class Signatures(tf.Module):
         return {"logits": tf.squeeze(logits, 1), **_cache_outputs(model, cache)}
 
     def sample(self, logits, position, **settings):
-        """The next token of each row, for whoever walks with `prefill` and `step`."""
-        rows = tf.shape(logits)[0]
-        with tf.control_dependencies(_require_one_batch(logits=logits, position=position, **settings)):
-            checked = _no_settings(tf.zeros((rows,), tf.int32))._replace(**settings)
-        one_id = tf.zeros((rows, 1), tf.int32)
-        one_id = generation.check_graph(self._model())(one_id, one_id[:, 0] + 1, checked)
-        with tf.control_dependencies([one_id]):
-            logits = tf.identity(logits)
-        token_id = sampling.sample(logits, **settings, position=position)
+        """The next token of each row, for a client that calls `prefill` and `step` itself."""
+        checks = _require_one_batch(logits=logits, position=position, **settings)
+        with tf.control_dependencies(checks):
+            settings = check_sampling(sampling.SamplingSettings(**settings))
+        token_id = sampling.sample(logits, position=position, **settings._asdict())
         logprob = tf.gather(tf.nn.log_softmax(logits), token_id, batch_dims=1)
         return {"token_id": token_id, "logprob": logprob}
 
-    def _read_window(self, token_ids):
+    def _read_window(self, token_ids, attention_scores=False):
         model = self._model()
-        return generation.window_graph(model)(generation.read_weights(model), token_ids)
+        return window_graph(model, attention_scores)(read_parameters(model), token_ids)
 
     def _continue(self, prompt_ids, prompt_length, settings, stop_ids, jit_compile):
-        settings = generation.Settings(**settings, stop=stop_ids)
-        run = generation.request_graph(self._model(), jit_compile)
+        settings = Settings(**settings, stop=stop_ids)
+        run = request_graph(self._model(), jit_compile)
         return run(prompt_ids, prompt_length, settings, tf.constant(self.tokenizer.pad_id))
 
     def _stop_ids(self, stop):
         """Stop texts as (B, 8) ids, -1 in front, and how many there are; "" is the tokenizer's own."""
-        width = generation.MAX_STOP_TOKENS
+        width = MAX_STOP_TOKENS
         ids, length = self._shared.tokenize(stop)
         end_id = self.tokenizer.end_id
         own = tf.reshape(tf.constant([-1 if end_id is None else end_id]), (1, 1))
@@ -292,29 +292,25 @@ def _graph(function, *signature):
     return tf.function(function, input_signature=signature, autograph=False)
 
 
-def _no_settings(like):
-    """Settings that pass every check, one a row of `like`, where only ids are to be checked."""
-    zeros = tf.zeros_like(like)
-    floats = tf.cast(zeros, tf.float32)
-    stop = tf.tile(zeros[:, None] - 1, (1, generation.MAX_STOP_TOKENS))
-    return generation.Settings(zeros, floats, zeros, floats + 1.0, zeros, stop)
+def _named(cache):
+    """The arrays of a model's cache by the names of the wire."""
+    return {
+        f"{name}_{index}": part
+        for index, entry in enumerate(cache)
+        for name, part in zip(("keys", "values"), entry, strict=True)
+    }
 
 
 def _cache_outputs(model, cache):
-    outputs = {}
     with tf.init_scope():
-        empty = model.make_cache(1)
-    for index, (parts, likes) in enumerate(zip(cache, empty, strict=True)):
-        keys, values = (
-            tf.ensure_shape(part, (None, *like.shape[1:]))
-            for part, like in zip(parts, likes, strict=True)
-        )
-        outputs[f"new_keys_{index}"] = tf.cast(keys, _wire(keys))
-        outputs[f"new_values_{index}"] = tf.cast(values, _wire(values))
-    return outputs
+        empty = _named(model.make_cache(1))
+    return {
+        f"new_{name}": tf.cast(tf.ensure_shape(part, (None, *empty[name].shape[1:])), _wire_dtype(part))
+        for name, part in _named(cache).items()
+    }
 
 
-def _wire(x):
+def _wire_dtype(x):
     """The type in which a cache travels: JSON knows no half precision."""
     return tf.float32 if x.dtype in (tf.bfloat16, tf.float16) else x.dtype
 

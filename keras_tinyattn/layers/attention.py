@@ -6,12 +6,13 @@ import keras
 from keras import constraints, initializers, ops, regularizers
 
 from keras_tinyattn import functional
+from keras_tinyattn.blockwise import blockwise_attention
 from keras_tinyattn.layers._arguments import check_rate, check_size, own_draw, sizes
 from keras_tinyattn.layers._masks import hide_padding, implicit_mask, join_masks
 
 __all__ = ["AttentionTrace", "ScaledSelfAttention"]
 
-# From this many tokens on, attention goes by blocks: below, matrices of scores are faster.
+# Tokens from which attention goes by blocks. At 1,024 blocks take FIXME
 BLOCKWISE_FROM = 1024
 # Queries of a causal strip, and strips of a window: more would save scores and cost operations.
 LEAST_STRIP, MOST_STRIPS = 64, 8
@@ -51,10 +52,10 @@ class ScaledSelfAttention(keras.layers.Layer):
         kernel_constraint: constraint of the kernels.
         bias_constraint: constraint of the biases.
         blockwise: whether attention goes by blocks, in memory linear in T. By itself (`None`) it
-            does when T is known while tracing and at least 1024, and neither weights, an
-            `attention_mask` nor dropout in training is asked for. `True` insists, `False` forbids.
-            Without blocks, a causal window of 128 known tokens or more goes by strips of queries,
-            unless weights or a mask are asked for.
+            does when T is at least 1024 and neither weights, an `attention_mask` nor dropout in
+            training is asked for. `True` insists, `False` forbids. Without blocks, a causal window
+            of 128 tokens or more goes by strips of queries, if T is known while tracing and neither
+            weights nor a mask are asked for.
         seed: seed of the dropout.
 
     Call arguments:
@@ -154,7 +155,10 @@ class ScaledSelfAttention(keras.layers.Layer):
     def call(
         self, inputs, mask=None, attention_mask=None, return_attention_scores=False, training=None
     ):
-        return self._attend_window(inputs, mask, attention_mask, return_attention_scores, training)
+        output, weights, _, _ = self._attend_window(
+            inputs, mask, attention_mask, return_attention_scores, training
+        )
+        return (output, weights) if return_attention_scores else output
 
     def compute_mask(self, inputs, previous_mask):
         # As a tensor: of a list, Keras would pass on the first entry.
@@ -203,48 +207,80 @@ class ScaledSelfAttention(keras.layers.Layer):
         inputs = ops.cast(ops.convert_to_tensor(inputs), self.compute_dtype)
         inputs, mask = join_masks(inputs, mask, attention_mask, self.num_heads, self._causal)
         queries, keys, values = self._project(inputs)
-        weights, attended = self._attend(queries, keys, values, mask, rows_may_be_empty, training=False)
+        attended, weights = functional.attend(queries, keys, values, mask, rows_may_be_empty)
         return AttentionTrace(
             queries,
             keys,
             values,
             functional.attention_scores(queries, keys),
-            functional.attention_scores(self._scale(queries), keys),
+            functional.attention_scores(queries * self.head_dim**-0.5, keys),
             weights,
             self._output(attended),
         )
 
+    def precompute(self):
+        """What the layer computes from its weights alone, which a loop over many calls does once.
+
+        Returns:
+            One kernel for queries, keys and values, `(D, 3 H K)`, and with `use_bias` one bias,
+            `(3, H, 1, K)`: a tuple of tensors in the compute dtype.
+        """
+
+        def cast(*variables):
+            return [ops.cast(variable, self.compute_dtype) for variable in variables]
+
+        kernels = cast(self.query_kernel, self.key_kernel, self.value_kernel)
+        kernel = ops.concatenate(kernels, axis=-1)
+        if not self.use_bias:
+            return (kernel,)
+        biases = cast(self.query_bias, self.key_bias, self.value_bias)
+        return kernel, ops.reshape(ops.stack(biases), (3, self.num_heads, 1, self.head_dim))
+
+    def graph_key(self):
+        """What a graph of the layer depends on besides its variables, hashable."""
+        return (
+            *(self.head_dim, self.num_heads, self.output_dim, self.use_bias),
+            *(self.dropout, self.blockwise),
+        )
+
     # One forward pass, a method a stage.
 
-    def _attend_window(self, inputs, mask, attention_mask, return_attention_scores, training):
+    def _attend_window(
+        self, inputs, mask, attention_mask, return_attention_scores, training, precomputed=None
+    ):
+        """The output, the weights or None, and the keys and values `(B, H, T, K)`."""
         mask = implicit_mask(inputs) if mask is None else mask
-        if self._goes_by_blocks(inputs, attention_mask, return_attention_scores, training):
-            inputs, padding = hide_padding(inputs, mask)
-            queries, keys, values = self._project(inputs)
-            attended = functional.blockwise_attention(
-                self._scale(queries), keys, values, padding, causal=self._causal
-            )
-            if padding is not None:
-                attended = ops.where(padding[:, None, :, None], attended, 0.0)
-            return self._output(attended)
+        form = self._form(inputs.shape[1], mask, attention_mask, return_attention_scores, training)
         rows_may_be_empty = mask is not None or attention_mask is not None
-        inputs, mask = join_masks(inputs, mask, attention_mask, self.num_heads, self._causal)
-        queries, keys, values = self._project(inputs)
-        length = queries.shape[2]
-        if (
-            self._causal
-            and not (rows_may_be_empty or return_attention_scores)
-            and length is not None
-            and length >= 2 * LEAST_STRIP
-        ):
-            return self._output(self._attend_by_strips(queries, keys, values, training))
-        weights, attended = self._attend(queries, keys, values, mask, rows_may_be_empty, training)
-        output = self._output(attended)
-        return (output, weights) if return_attention_scores else output
+        if form == "dense":
+            inputs, mask = join_masks(inputs, mask, attention_mask, self.num_heads, self._causal)
+        else:
+            inputs, mask = hide_padding(inputs, mask)
+        queries, keys, values = self._project(inputs, precomputed)
+        weights, dropout = None, self._dropout_in(training)
+        if form == "dense":
+            attended, weights = functional.attend(
+                queries, keys, values, mask, rows_may_be_empty, dropout
+            )
+        elif form == "strips":
+            attended = _attend_by_strips(queries, keys, values, dropout)
+        elif form == "blocks":
+            attended = self._attend_by_blocks(queries, keys, values, mask)
+        else:
+            # The length is known when the graph runs. Both branches are traced.
+            def dense():
+                _, joined = join_masks(inputs, mask, None, self.num_heads, self._causal)
+                return functional.attend(queries, keys, values, joined, rows_may_be_empty)[0]
 
-    def _goes_by_blocks(self, inputs, attention_mask, return_attention_scores, training):
-        if self.blockwise is False:
-            return False
+            attended = ops.cond(
+                ops.shape(inputs)[1] >= BLOCKWISE_FROM,
+                lambda: self._attend_by_blocks(queries, keys, values, mask),
+                dense,
+            )
+        return self._output(attended), weights, keys, values
+
+    def _form(self, length, mask, attention_mask, return_attention_scores, training):
+        """How a window is computed: "dense", "strips" or "blocks"; None if its length will tell."""
         if self.blockwise:
             for name, given in (
                 ("return_attention_scores=True", return_attention_scores),
@@ -256,80 +292,56 @@ class ScaledSelfAttention(keras.layers.Layer):
                         f"Expected neither weights nor an attention_mask. Received: {name} with "
                         "blockwise=True. Leave it out, or build the layer with blockwise=None."
                     )
-            return True
-        length = inputs.shape[1]
-        dense_wanted = return_attention_scores or attention_mask is not None
-        dense_wanted = dense_wanted or (self.dropout and training)
-        return not dense_wanted and length is not None and length >= BLOCKWISE_FROM
+            return "blocks"
+        if return_attention_scores or attention_mask is not None:
+            return "dense"
+        if self.blockwise is None and not (self.dropout and training):
+            if length is None:
+                return None
+            if length >= BLOCKWISE_FROM:
+                return "blocks"
+        by_strips = self._causal and mask is None and length is not None and length >= 2 * LEAST_STRIP
+        return "strips" if by_strips else "dense"
 
-    def _project(self, inputs):
+    def _project(self, inputs, precomputed=None):
         """(B, T, D) -> three of (B, H, T, K)."""
+        kernel, *bias = self.precompute() if precomputed is None else precomputed
         batch, length, width = sizes(inputs)
         # As one matrix: a product of three axes costs a plain graph a dozen operations on shapes.
-        tokens = ops.reshape(inputs, (-1, width))
+        projected = ops.matmul(ops.reshape(inputs, (-1, width)), kernel)
+        if inputs.shape[1] == 1:
+            # One token a row: moving an axis of size 1 moves nothing. TensorFlow would fuse a bias that
+            # follows the product at once, into a slower kernel.
+            projected = ops.reshape(projected, (batch, 3, self.num_heads, 1, self.head_dim))
+            return ops.unstack(projected + bias[0] if bias else projected, axis=1)
+        if bias:
+            projected = projected + ops.reshape(bias[0], (-1,))
+        projected = ops.reshape(projected, (batch, length, 3, self.num_heads, self.head_dim))
+        return ops.unstack(ops.transpose(projected, (2, 0, 3, 1, 4)), axis=0)
 
-        def heads(kernel, bias):
-            projected = self._linear(tokens, kernel, bias)
-            if inputs.shape[1] == 1:  # A step: moving an axis of size 1 moves nothing.
-                return ops.reshape(projected, (batch, self.num_heads, 1, self.head_dim))
-            projected = ops.reshape(projected, (batch, length, self.num_heads, self.head_dim))
-            return ops.transpose(projected, (0, 2, 1, 3))
+    def _attend_by_blocks(self, queries, keys, values, mask):
+        attended = blockwise_attention(queries, keys, values, mask, causal=self._causal)
+        return attended if mask is None else ops.where(mask[:, None, :, None], attended, 0.0)
 
-        return (
-            heads(self.query_kernel, self.query_bias),
-            heads(self.key_kernel, self.key_bias),
-            heads(self.value_kernel, self.value_bias),
-        )
-
-    def _scale(self, queries):
-        return queries * self.head_dim**-0.5
-
-    def _attend(self, queries, keys, values, mask, rows_may_be_empty, training=None, keys_first=False):
-        """Weights (B, H, T, S) and what they fetch, (B, H, T, K).
-
-        `keys_first` computes the same scores as keys times queries.
-        """
-        queries = self._scale(queries)
-        if keys_first:
-            scores = ops.swapaxes(functional.attention_scores(keys, queries), -1, -2)
-        else:
-            scores = functional.attention_scores(queries, keys)
-        weights = functional.attention_weights(scores, mask, rows_may_be_empty)
-        weights = ops.cast(weights, self.compute_dtype)
-        kept = weights if self._dropout is None else self._dropout(weights, training=training)
-        return weights, ops.matmul(kept, values)
-
-    def _attend_by_strips(self, queries, keys, values, training):
-        """What a causal mask alone lets them fetch, without most of the scores above the diagonal."""
-        length = queries.shape[2]
-        strip = max(LEAST_STRIP, -(-length // MOST_STRIPS))
-        starts = range(0, length, strip)
-        # Split and joined, not sliced: the gradient of a slice fills up what it left with zeros.
-        parts = [ops.split(x, starts[1:], axis=2) for x in (queries, keys, values)]
-        attended = []
-        for index, start in enumerate(starts):
-            seen = [ops.concatenate(part[: index + 1], axis=2) for part in parts[1:]]
-            end = min(start + strip, length)
-            mask = functional.causal_mask(ops.arange(start, end), ops.arange(end))
-            _, fetched = self._attend(parts[0][index], *seen, mask, False, training)
-            attended.append(fetched)
-        return ops.concatenate(attended, axis=2)
+    def _dropout_in(self, training):
+        if self._dropout is None:
+            return None
+        return lambda weights: self._dropout(weights, training=training)
 
     def _output(self, attended):
         """(B, H, T, K) -> (B, T, H * K), projected if there is a projection."""
         batch, _, length, _ = sizes(attended)
         width = self.num_heads * self.head_dim
         output = attended if attended.shape[2] == 1 else ops.transpose(attended, (0, 2, 1, 3))
-        if self.output_dim is not None:
-            output = ops.reshape(output, (-1, width))
-            output = self._linear(output, self.output_kernel, self.output_bias)
-            width = self.output_dim
-        return ops.reshape(output, (batch, length, width))
-
-    def _linear(self, x, kernel, bias):
+        if self.output_dim is None:
+            return ops.reshape(output, (batch, length, width))
         # Cast here, so that a trace, which runs outside `__call__`, computes in the same type.
-        x = ops.matmul(x, ops.cast(kernel, self.compute_dtype))
-        return x if bias is None else ops.add(x, ops.cast(bias, self.compute_dtype))
+        kernel = ops.cast(self.output_kernel, self.compute_dtype)
+        output = ops.matmul(ops.reshape(output, (-1, width)), kernel)
+        output = ops.reshape(output, (batch, length, self.output_dim))
+        if self.output_bias is None:
+            return output
+        return ops.add(output, ops.cast(self.output_bias, self.compute_dtype))
 
     def _projection(self, name, input_dim, output_dim, index):
         kernel = self.add_weight(
@@ -349,3 +361,19 @@ class ScaledSelfAttention(keras.layers.Layer):
             constraint=self.bias_constraint,
         )
         return kernel, bias
+
+
+def _attend_by_strips(queries, keys, values, dropout):
+    """`functional.attend` under a causal mask alone, without most of the scores that it would mask."""
+    length = queries.shape[2]
+    strip = max(LEAST_STRIP, -(-length // MOST_STRIPS))
+    starts = range(0, length, strip)
+    # Split and joined, not sliced: the gradient of a slice fills up what it left with zeros.
+    parts = [ops.split(x, starts[1:], axis=2) for x in (queries, keys, values)]
+    attended = []
+    for index, start in enumerate(starts):
+        seen = [ops.concatenate(part[: index + 1], axis=2) for part in parts[1:]]
+        end = min(start + strip, length)
+        mask = functional.causal_mask(ops.arange(start, end), ops.arange(end))
+        attended.append(functional.attend(parts[0][index], *seen, mask, False, dropout)[0])
+    return ops.concatenate(attended, axis=2)

@@ -3,10 +3,11 @@
 import keras
 from keras import ops
 
-from keras_tinyattn.layers import _step
+from keras_tinyattn import functional
 from keras_tinyattn.layers._arguments import check_positions, fits
 from keras_tinyattn.layers._masks import implicit_mask
 from keras_tinyattn.layers.attention import ScaledSelfAttention
+from keras_tinyattn.layers.cache import KeyValueCache, Step, make_step
 
 __all__ = ["CausalSelfAttention"]
 
@@ -19,14 +20,17 @@ class CausalSelfAttention(ScaledSelfAttention):
     the tokens before, so that a step computes its own tokens only.
 
     Call arguments:
-        inputs: `(B, T, D)`; a full window, or with a cache the tokens of this step.
+        inputs: `(B, T, D)`: a window, or the tokens of a step.
         mask: as in `ScaledSelfAttention`; not with a cache.
         attention_mask: as in `ScaledSelfAttention`; not with a cache.
         cache: a pair of `(B, H, S, K)`, keys and values, as `make_cache` makes it.
-        positions: `(T,)` or `(B, T)` integers, the absolute position of each token of the step and
-            the slot of the cache into which it goes; required with a cache. A row may be at
-            another position than its neighbour, so prompts of unequal length share a batch: padded
-            on the right, a slot of padding is unseen until the token that belongs there is written.
+        positions: which tokens a cache gets. `None` reads a window that begins at position 0 and keeps
+            its keys and values in the first T slots. `(T,)` or `(B, T)` integers make a step: each
+            token stands at its position, goes into that slot, and sees the slots up to it. Each row
+            has its own position, so prompts of unequal length share a batch: padded on the right, a
+            slot of padding is unseen until the token that belongs there is written. Or the `Step`
+            that a `CausalLM` made of positions, for all of its blocks.
+        precomputed: what `precompute` returned; computed in the call unless given.
         return_attention_scores: whether to return the weights as well.
         training: whether dropout is on.
 
@@ -36,17 +40,17 @@ class CausalSelfAttention(ScaledSelfAttention):
         clamped or wrapped, and a compiled function cannot raise.
 
     Raises:
-        ValueError: as in `ScaledSelfAttention`; if only one of cache and positions is given, one of
-            them is of another shape, or a mask comes together with a cache.
+        ValueError: as in `ScaledSelfAttention`; if positions come without a cache, one of them is of
+            another shape, more tokens come than there are slots, or a mask comes with a cache.
 
     Example:
 
     >>> layer = CausalSelfAttention(head_dim=4)
     >>> x = ops.ones((1, 3, 8))
     >>> window = layer(x)
-    >>> cache = layer.make_cache(batch_size=1, length=3)
-    >>> step, cache = layer(x[:, :1], cache=cache, positions=ops.array([0]))
-    >>> bool(ops.all(ops.isclose(step, window[:, :1])))
+    >>> _, cache = layer(x[:, :2], cache=layer.make_cache(batch_size=1, length=3))
+    >>> step, cache = layer(x[:, 2:], cache=cache, positions=ops.array([2]))
+    >>> bool(ops.all(ops.isclose(step, window[:, 2:])))
     True
     """
 
@@ -59,12 +63,16 @@ class CausalSelfAttention(ScaledSelfAttention):
         attention_mask=None,
         cache=None,
         positions=None,
+        precomputed=None,
         return_attention_scores=False,
         training=None,
     ):
         _check_cache(cache, positions)
         if cache is None:
-            return self._attend_window(inputs, mask, attention_mask, return_attention_scores, training)
+            output, weights, _, _ = self._attend_window(
+                inputs, mask, attention_mask, return_attention_scores, training, precomputed
+            )
+            return (output, weights) if return_attention_scores else output
         mask = implicit_mask(inputs) if mask is None else mask
         if mask is not None or attention_mask is not None:
             raise ValueError(
@@ -74,79 +82,61 @@ class CausalSelfAttention(ScaledSelfAttention):
                 f"attention_mask={'None' if attention_mask is None else 'given'}. "
                 "Pad on the right and give each row its own positions."
             )
-        positions = ops.convert_to_tensor(positions)
-        self._check_shapes(inputs, cache, positions)
-        keys, values = cache
-        step = _step.make_step(positions, inputs, keys)
-        queries, new_keys, new_values = self._project(inputs + ops.cast(step.poison, inputs.dtype))
-        keys, values = _step.write(keys, step, new_keys), _step.write(values, step, new_values)
-        weights, attended = self._attend(
-            queries,
-            keys,
-            values,
-            step.mask,
-            rows_may_be_empty=False,
-            training=training,
-            # With a single query first, a compiler would copy the whole cache, transposed.
-            keys_first=inputs.shape[1] == 1 and _step.joint_projection() is None,
-        )
-        output = self._output(attended)
-        cache = (keys, values)
+        self._check_cache_shape(inputs, cache)
+        if not isinstance(cache, KeyValueCache):
+            cache = KeyValueCache(*cache)
+        if positions is None:
+            output, weights, keys, values = self._attend_window(
+                inputs, None, None, return_attention_scores, training, precomputed
+            )
+            cache = cache.write(keys, values)
+        else:
+            step = positions
+            if not isinstance(step, Step):
+                positions = ops.convert_to_tensor(positions)
+                check_positions(positions.shape, *inputs.shape[:2])
+                step = make_step(positions, cache)
+            inputs = inputs + ops.cast(step.poison, inputs.dtype)
+            queries, keys, values = self._project(inputs, precomputed)
+            cache = cache.write(keys, values, step)
+            attended, weights = functional.attend(
+                queries, *cache, step.mask, rows_may_be_empty=False, dropout=self._dropout_in(training)
+            )
+            output = self._output(attended)
         return (output, weights, cache) if return_attention_scores else (output, cache)
 
     def make_cache(self, batch_size, length):
-        """An empty cache: a pair of zeros of shape `(batch_size, H, length, K)`, keys and values."""
+        """An empty `KeyValueCache`: zeros of shape `(batch_size, H, length, K)`, keys and values."""
         shape = (batch_size, self.num_heads, length, self.head_dim)
-        return (ops.zeros(shape, self.compute_dtype), ops.zeros(shape, self.compute_dtype))
+        zeros = ops.zeros(shape, self.compute_dtype)
+        return KeyValueCache(zeros, ops.zeros(shape, self.compute_dtype))
 
-    def _joint_projection(self):
-        """One kernel for queries, keys and values, (D, 3 H K), and their biases, (3, H, 1, K)."""
+    def graph_key(self):
+        """As in `ScaledSelfAttention`."""
+        return super().graph_key()
 
-        def values(*variables):
-            return [ops.cast(variable, self.compute_dtype) for variable in variables]
-
-        kernels = values(self.query_kernel, self.key_kernel, self.value_kernel)
-        kernel = ops.concatenate(kernels, axis=-1)
-        if not self.use_bias:
-            return (kernel,)
-        biases = values(self.query_bias, self.key_bias, self.value_bias)
-        return kernel, ops.reshape(ops.stack(biases), (3, self.num_heads, 1, self.head_dim))
-
-    def _project(self, inputs):
-        if _step.joint_projection() is None:
-            return super()._project(inputs)
-        kernel, *bias = _step.joint_projection()
-        projected = ops.matmul(ops.reshape(inputs, (-1, kernel.shape[0])), kernel)
-        # In this order: a bias that follows a product at once is fused with it, into a slower kernel.
-        projected = ops.reshape(projected, (-1, 3, self.num_heads, 1, self.head_dim))
-        return ops.unstack(projected + bias[0] if bias else projected, axis=1)
-
-    def _output(self, attended):
-        if _step.joint_projection() is None or self.output_dim is None:
-            return super()._output(attended)
-        width = self.num_heads * self.head_dim
-        output = self._linear(ops.reshape(attended, (-1, width)), self.output_kernel, None)
-        output = ops.reshape(output, (-1, 1, self.output_dim))
-        return output if self.output_bias is None else output + self.output_bias
-
-    def _check_shapes(self, inputs, cache, positions):
+    def _check_cache_shape(self, inputs, cache):
         B, T, _ = inputs.shape
         shapes = [tuple(part.shape) for part in cache]
-        expected = (B, self.num_heads, shapes[0][2] if len(shapes[0]) == 4 else None, self.head_dim)
+        length = shapes[0][2] if shapes and len(shapes[0]) == 4 else None
+        expected = (B, self.num_heads, length, self.head_dim)
         if len(shapes) != 2 or not all(fits(shape, expected) for shape in shapes):
             raise ValueError(
                 "The cache does not fit the layer and its inputs. Expected a pair of shape "
                 f"(B, H, S, K), here {expected}. Received: {len(shapes)} of shape {shapes}. "
                 "Make it with make_cache(batch_size, length)."
             )
-        check_positions(positions.shape, B, T)
+        if None not in (T, length) and length < T:
+            raise ValueError(
+                "The inputs do not fit the cache. Expected at most as many tokens as it has slots, "
+                f"here {length}. Received: {T} tokens. Make a longer one with make_cache."
+            )
 
 
 def _check_cache(cache, positions):
-    if (cache is None) != (positions is None):
+    if cache is None and positions is not None:
         raise ValueError(
-            "A cached step needs to know where its tokens stand, and a full window starts at 0. "
-            "Expected cache and positions together, or neither. Received: "
-            f"cache={'given' if cache is not None else None}, "
-            f"positions={'given' if positions is not None else None}. Give both, or leave both out."
+            "Positions say where tokens go in a cache; a window without one begins at 0. "
+            "Expected a cache with positions. Received: positions without a cache. "
+            "Give both, or leave positions out."
         )

@@ -1,9 +1,10 @@
-"""Attention and a perceptron on one residual stream."""
+"""Attention and an MLP on one residual stream."""
 
 import keras
 from keras import initializers, ops
 
 from keras_tinyattn.layers._arguments import check_rate, check_size, own_draw, sizes
+from keras_tinyattn.layers._graph_key import graph_key
 from keras_tinyattn.layers._masks import implicit_mask, join_masks
 from keras_tinyattn.layers.causal_attention import CausalSelfAttention
 
@@ -17,7 +18,7 @@ def _tanh_gelu(x):
 
 @keras.saving.register_keras_serializable(package="keras_tinyattn")
 class DecoderBlock(keras.layers.Layer):
-    """GPT-2's block: attention, then a two-layer perceptron, each on a normalised residual stream.
+    """GPT-2's block: attention, then an MLP of two layers, each on a normalised residual stream.
 
         x = x + attention(norm(x))
         x = x + mlp(norm(x)),    mlp(x) = gelu(x W + b) W' + b'
@@ -27,15 +28,15 @@ class DecoderBlock(keras.layers.Layer):
     Args:
         hidden_dim: D, the width of the residual stream.
         num_heads: H; must divide D.
-        intermediate_dim: width of the perceptron's inner layer; 4 D unless given.
+        intermediate_dim: width of the MLP's inner layer; 4 D unless given.
         dropout: share dropped in training from the weights and from what each half adds, in [0, 1).
-        kernel_initializer: initializer of every kernel; each kernel gets its own draw.
+        kernel_initializer: initializer of every kernel; each kernel is sampled anew.
         blockwise: as in `ScaledSelfAttention`.
         seed: seed of the dropout.
 
     Call arguments:
         inputs: `(B, T, D)`.
-        mask, attention_mask, cache, positions: as in `CausalSelfAttention`.
+        mask, attention_mask, cache, positions, precomputed: as in `CausalSelfAttention`.
         return_attention_scores: whether to return the weights as well.
         training: whether dropout is on.
 
@@ -116,7 +117,7 @@ class DecoderBlock(keras.layers.Layer):
         )
         self.residual_dropout = keras.layers.Dropout(
             self.dropout,
-            # Not the stream of the weights' dropout.
+            # Another stream of random numbers than that of the weights' dropout.
             seed=None if seed is None else seed + 1,
             dtype=self.dtype_policy,
             name="residual_dropout",
@@ -143,12 +144,13 @@ class DecoderBlock(keras.layers.Layer):
         attention_mask=None,
         cache=None,
         positions=None,
+        precomputed=None,
         return_attention_scores=False,
         training=None,
     ):
         mask = implicit_mask(inputs) if mask is None else mask
         if cache is None and (mask is not None or attention_mask is not None):
-            # What attention hides must not reach the gradients of the perceptron either.
+            # What attention hides must not reach the gradients of the MLP either.
             inputs, _ = join_masks(inputs, mask, attention_mask, self.num_heads, causal=True)
         attended = self.attention(
             self.attention_norm(inputs),
@@ -156,6 +158,7 @@ class DecoderBlock(keras.layers.Layer):
             attention_mask=attention_mask,
             cache=cache,
             positions=positions,
+            precomputed=precomputed,
             return_attention_scores=return_attention_scores,
             training=training,
         )
@@ -163,7 +166,7 @@ class DecoderBlock(keras.layers.Layer):
         if cache is not None or return_attention_scores:
             attended, *extras = attended
         x = inputs + self.residual_dropout(attended, training=training)
-        # The perceptron knows no positions: all tokens as one matrix.
+        # The MLP knows no positions: all tokens as one matrix.
         expanded = self.mlp_expand(self.mlp_norm(ops.reshape(x, (-1, self.hidden_dim))))
         added = ops.reshape(self.mlp_contract(expanded), sizes(x))
         x = x + self.residual_dropout(added, training=training)
@@ -172,6 +175,18 @@ class DecoderBlock(keras.layers.Layer):
     def make_cache(self, batch_size, length):
         """An empty cache for the block's attention, as `CausalSelfAttention.make_cache` makes it."""
         return self.attention.make_cache(batch_size, length)
+
+    def precompute(self):
+        """As `CausalSelfAttention.precompute`, of the block's attention."""
+        return self.attention.precompute()
+
+    def graph_key(self):
+        """What a graph of the block depends on besides its variables, hashable."""
+        layers = (
+            *(self.attention_norm, self.attention, self.residual_dropout),
+            *(self.mlp_norm, self.mlp_expand, self.mlp_contract),
+        )
+        return (self.hidden_dim, self.num_heads, *map(graph_key, layers))
 
     def get_config(self):
         return {

@@ -115,6 +115,10 @@ class TokenAndPositionEmbedding(keras.layers.Layer):
         there = ops.cast(inside, indices.dtype) == indices
         return ops.where(ops.expand_dims(there, -1), rows, float("nan"))
 
+    def graph_key(self):
+        """What a graph of the layer depends on besides its variables, hashable."""
+        return (self.vocabulary_size, self.sequence_length, self.hidden_dim)
+
     def get_config(self):
         return {
             **super().get_config(),

@@ -144,6 +144,10 @@ class VocabProjection(keras.layers.Layer):
                 " Make the widths equal, or build the projection with tied=False."
             )
 
+    def graph_key(self):
+        """What a graph of the layer depends on besides its variables, hashable."""
+        return (self.vocabulary_size, self.use_bias, self.tied)
+
     def get_config(self):
         return {
             **super().get_config(),
