@@ -16,7 +16,7 @@ from keras import backend, ops
 __all__ = ["attend", "attention_scores", "attention_weights", "causal_mask", "softmax"]
 
 
-def attend(queries, keys, values, mask=None, rows_may_be_empty=True, dropout=None):
+def attend(queries, keys, values, mask=None, rows_may_be_empty=True, keys_first=False, dropout=None):
     """Scaled dot-product attention: `softmax(Q K^T / sqrt(head_dim)) V`.
 
     Args:
@@ -25,6 +25,7 @@ def attend(queries, keys, values, mask=None, rows_may_be_empty=True, dropout=Non
         values: `(..., S, K)`.
         mask: boolean, broadcast to `(..., T, S)`; true where a query may look.
         rows_may_be_empty: as in `attention_weights`.
+        keys_first: as in `attention_scores`.
         dropout: a function applied to the weights before they meet the values; none unless given.
 
     Returns:
@@ -38,7 +39,7 @@ def attend(queries, keys, values, mask=None, rows_may_be_empty=True, dropout=Non
     [[0.67 0.33]
      [0.33 0.67]]
     """
-    scores = attention_scores(queries * queries.shape[-1] ** -0.5, keys)
+    scores = attention_scores(queries * queries.shape[-1] ** -0.5, keys, keys_first)
     weights = ops.cast(attention_weights(scores, mask, rows_may_be_empty), values.dtype)
     kept = weights if dropout is None else dropout(weights)
     return ops.matmul(kept, values), weights
@@ -64,7 +65,7 @@ def causal_mask(query_positions, key_positions):
     return ops.greater_equal(ops.expand_dims(query_positions, -1), key_positions)
 
 
-def attention_scores(queries, keys):
+def attention_scores(queries, keys, keys_first=False):
     """Dot product of every query with every key, `Q K^T`, in at least float32.
 
     In half precision a score of some hundreds has lost the digits that the softmax needs, and a
@@ -75,6 +76,8 @@ def attention_scores(queries, keys):
     Args:
         queries: `(..., T, K)`.
         keys: `(..., S, K)`.
+        keys_first: whether to compute `(K Q^T)^T`, the same numbers. For a single query against a cache
+            XLA is faster that way, since it would otherwise transpose the whole cache.
 
     Returns:
         `(..., T, S)`, float32 (float64 for float64 inputs): row i, column j says how well query i
@@ -86,8 +89,7 @@ def attention_scores(queries, keys):
     [[11. 17.]]
     """
     queries, keys = at_least_float32(queries), at_least_float32(keys)
-    if queries.shape[-2] == 1:
-        # One query a row: the other way round no compiler makes a transposed copy of a whole cache.
+    if keys_first:
         return ops.swapaxes(ops.matmul(keys, ops.swapaxes(queries, -1, -2)), -1, -2)
     return ops.matmul(queries, ops.swapaxes(keys, -1, -2))
 

@@ -145,7 +145,7 @@ def _sharing_blocks(model, parameters):
                         **options,
                     )
 
-            key = key_of_layer(block)
+            key = (key_of_layer(block), *((v.shape, v.dtype) for v in block.variables))
             if key not in functions:
                 functions[key] = tf.function(
                     run,

@@ -12,9 +12,9 @@ _ATTRIBUTES = {
 
 
 def graph_key(layer):
-    """A hashable that says what a graph of the layer depends on besides the values of its variables.
+    """A hashable that says what a graph of the layer depends on besides its variables.
 
-    Layers with equal keys differ in the values of their variables alone and may share a graph. A layer
+    Layers with equal keys and variables of equal shapes may share a graph. A layer
     takes part by a method `graph_key`, which says what matters in its call; of a layer without one
     nothing is known, so that its key equals no other layer's, and changes with its configuration.
     """
@@ -26,5 +26,4 @@ def graph_key(layer):
         own = layer.graph_key()
     else:
         own = (layer, repr(layer.get_config()))
-    variables = tuple((tuple(v.shape), v.dtype, v.trainable) for v in layer.variables)
-    return (type(layer), own, layer.dtype_policy.name, variables)
+    return (type(layer), own, layer.dtype_policy.name)

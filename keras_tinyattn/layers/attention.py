@@ -260,7 +260,7 @@ class ScaledSelfAttention(keras.layers.Layer):
         weights, dropout = None, self._dropout_in(training)
         if form == "dense":
             attended, weights = functional.attend(
-                queries, keys, values, mask, rows_may_be_empty, dropout
+                queries, keys, values, mask, rows_may_be_empty, dropout=dropout
             )
         elif form == "strips":
             attended = _attend_by_strips(queries, keys, values, dropout)
@@ -375,5 +375,5 @@ def _attend_by_strips(queries, keys, values, dropout):
         seen = [ops.concatenate(part[: index + 1], axis=2) for part in parts[1:]]
         end = min(start + strip, length)
         mask = functional.causal_mask(ops.arange(start, end), ops.arange(end))
-        attended.append(functional.attend(parts[0][index], *seen, mask, False, dropout)[0])
+        attended.append(functional.attend(parts[0][index], *seen, mask, False, dropout=dropout)[0])
     return ops.concatenate(attended, axis=2)

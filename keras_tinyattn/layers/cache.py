@@ -23,6 +23,10 @@ class KeyValueCache(NamedTuple):
     keys: Any  # (B, H, S, K)
     values: Any  # (B, H, S, K)
 
+    # How the scores of a single query are computed: XLA, which compiles most loops over such a cache,
+    # is 8 to 15% faster with the keys first, and TensorFlow's own kernels 10% slower.
+    keys_first = True
+
     def write(self, keys, values, step=None):
         """Put keys and values of `(B, H, T, K)` into their slots.
 
@@ -58,6 +62,8 @@ class InPlaceCache(KeyValueCache):
     Only for a TensorFlow loop that no compiler sees, and that holds no other reference to the cache; a
     compiler saves the copy by itself.
     """
+
+    keys_first = False
 
     def _scatter(self, rows, slots, update):
         import tensorflow as tf

@@ -100,7 +100,12 @@ class CausalSelfAttention(ScaledSelfAttention):
             queries, keys, values = self._project(inputs, precomputed)
             cache = cache.write(keys, values, step)
             attended, weights = functional.attend(
-                queries, *cache, step.mask, rows_may_be_empty=False, dropout=self._dropout_in(training)
+                queries,
+                *cache,
+                step.mask,
+                rows_may_be_empty=False,
+                keys_first=cache.keys_first and inputs.shape[1] == 1,
+                dropout=self._dropout_in(training),
             )
             output = self._output(attended)
         return (output, weights, cache) if return_attention_scores else (output, cache)
