@@ -6,6 +6,7 @@ import tensorflow as tf
 from keras import ops
 
 from keras_tinyattn import functional
+from keras_tinyattn.blockwise import blockwise_attention
 
 B, H, T, S, K = 2, 3, 11, 13, 4
 
@@ -15,8 +16,7 @@ def _draw(*shape, dtype="float64", seed=0):
 
 
 def _dense(queries, keys, values, mask=None):
-    weights = functional.attention_weights(functional.attention_scores(queries, keys), mask)
-    return ops.matmul(ops.cast(weights, values.dtype), values)
+    return functional.attend(queries, keys, values, mask)[0]
 
 
 def test_causal_mask_is_the_drawing_of_its_docstring():
@@ -131,7 +131,7 @@ def test_blockwise_equals_dense_in_values_and_gradients(causal, masked, block_si
         mask = mask & key_mask[:, None, None, :]
     dense = _loss_and_gradients(lambda q, k, v: _dense(q, k, v, mask))
     blockwise = _loss_and_gradients(
-        lambda q, k, v: functional.blockwise_attention(q, k, v, key_mask, causal, block_size)
+        lambda q, k, v: blockwise_attention(q, k, v, key_mask, causal, block_size)
     )
     expected = dense(queries, keys, values, upstream)
     for ours, theirs in zip(
@@ -149,9 +149,7 @@ def test_blockwise_is_the_same_on_every_path(on_every_path):
     expected = _loss_and_gradients(lambda q, k, v: _dense(q, k, v, mask))(
         queries, keys, values, upstream
     )
-    run = _loss_and_gradients(
-        lambda q, k, v: functional.blockwise_attention(q, k, v, key_mask, True, 4)
-    )
+    run = _loss_and_gradients(lambda q, k, v: blockwise_attention(q, k, v, key_mask, True, 4))
     for path, results in on_every_path(run, queries, keys, values, upstream):
         for ours, theirs in zip(results, expected, strict=True):
             # Float32 sums of up to 11 terms of size 1 in another order.
@@ -164,7 +162,7 @@ def test_blockwise_takes_lengths_that_are_known_only_at_run_time(causal):
 
     @tf.function(input_signature=[spec] * 4)
     def run(queries, keys, values, upstream):
-        attend = lambda q, k, v: functional.blockwise_attention(q, k, v, causal=causal, block_size=4)  # noqa: E731
+        attend = lambda q, k, v: blockwise_attention(q, k, v, causal=causal, block_size=4)  # noqa: E731
         return _loss_and_gradients(attend)(queries, keys, values, upstream)
 
     for length in (0, 1, 4, 9):
@@ -179,7 +177,7 @@ def test_blockwise_takes_lengths_that_are_known_only_at_run_time(causal):
 def test_blockwise_of_half_precision_stays_close_to_float64(dtype):
     arguments = [_draw(B, H, T, K, dtype=dtype, seed=seed) for seed in range(4)]
     exact = [tf.cast(argument, "float64") for argument in arguments]
-    run = _loss_and_gradients(lambda q, k, v: functional.blockwise_attention(q, k, v, block_size=4))
+    run = _loss_and_gradients(lambda q, k, v: blockwise_attention(q, k, v, block_size=4))
     results = run(*arguments)
     # Weights, values and outputs are rounded to 11 (float16) or 8 (bfloat16) bits on the way; on a
     # processor without bfloat16 instructions the sums within a product too.
@@ -193,7 +191,7 @@ def test_blockwise_query_without_a_key_gets_zeros_and_harms_no_gradient():
     arguments = [_draw(B, H, T, K, seed=seed) for seed in range(4)]
     key_mask = ops.array([[False] * T, [True] * T])
     output, *gradients = _loss_and_gradients(
-        lambda q, k, v: functional.blockwise_attention(q, k, v, key_mask, block_size=4)
+        lambda q, k, v: blockwise_attention(q, k, v, key_mask, block_size=4)
     )(*arguments)
     assert not np.any(output[0])
     assert np.all(output[1])
@@ -206,7 +204,7 @@ def test_blockwise_never_visits_a_block_above_the_diagonal():
     queries, keys, values = (_draw(1, H, 12, K, seed=seed).numpy() for seed in range(3))
     keys[:, :, 8:] = np.nan
     values[:, :, 8:] = np.nan
-    output = functional.blockwise_attention(
+    output = blockwise_attention(
         *map(ops.convert_to_tensor, (queries, keys, values)), causal=True, block_size=4
     )
     np.testing.assert_array_equal(np.isnan(output[0, 0, :, 0]), [False] * 8 + [True] * 4)
@@ -217,7 +215,7 @@ def test_blockwise_gradient_agrees_with_finite_differences():
     upstream = _draw(B, H, T, K, seed=3)
 
     def attend(q, k, v):
-        return functional.blockwise_attention(q, k, v, causal=True, block_size=4)
+        return blockwise_attention(q, k, v, causal=True, block_size=4)
 
     _, *gradients = _loss_and_gradients(attend)(*point, upstream)
     step = 1e-6
@@ -234,7 +232,7 @@ def test_blockwise_gradient_agrees_with_finite_differences():
 def test_causal_blockwise_attention_of_unequal_lengths_is_refused():
     x = ops.ones((1, 1, 3, 4))
     with pytest.raises(ValueError, match="Received: 3 queries and 2 keys"):
-        functional.blockwise_attention(x, x[:, :, :2], x[:, :, :2], causal=True)
+        blockwise_attention(x, x[:, :, :2], x[:, :, :2], causal=True)
 
 
 @pytest.mark.parametrize("block_size", [3, 4])
@@ -243,7 +241,7 @@ def test_blockwise_finds_low_scores_behind_a_masked_block(block_size):
     queries, keys = np.full((1, 1, 7, 1), -5000.0), np.ones((1, 1, 7, 1))
     values = np.arange(7.0).reshape(1, 1, 7, 1)
     mask = np.array([[False] * 4 + [True] * 3])
-    attended = functional.blockwise_attention(
+    attended = blockwise_attention(
         *map(ops.convert_to_tensor, (queries, keys, values)),
         ops.convert_to_tensor(mask),
         block_size=block_size,

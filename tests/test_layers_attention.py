@@ -6,7 +6,8 @@ import pytest
 import tensorflow as tf
 from keras import ops
 
-from keras_tinyattn import CausalSelfAttention, ScaledSelfAttention, functional
+from keras_tinyattn import CausalSelfAttention, ScaledSelfAttention
+from keras_tinyattn.layers import _window
 
 B, T, D, H, K = 2, 5, 6, 3, 4
 LAYERS = [ScaledSelfAttention, CausalSelfAttention]
@@ -511,9 +512,9 @@ def test_trace_of_an_unbuilt_layer_is_refused():
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("cls", LAYERS)
 def test_blockwise_layer_equals_the_dense_one(cls, masked, dtype, monkeypatch):
-    blocks = functional.blockwise_attention
+    blocks = _window.blockwise_attention
     monkeypatch.setattr(
-        functional, "blockwise_attention", lambda *args, **kwargs: blocks(*args, **kwargs, block_size=2)
+        _window, "blockwise_attention", lambda *args, **kwargs: blocks(*args, **kwargs, block_size=2)
     )
     dense = _layer(
         cls, output_dim=7, use_bias=True, bias_initializer="normal", dtype=dtype, blockwise=False
@@ -567,7 +568,7 @@ def test_long_windows_go_by_blocks_unless_something_needs_the_weights(
         calls.append(queries.shape)
         return values
 
-    monkeypatch.setattr(functional, "blockwise_attention", spy)
+    monkeypatch.setattr(_window, "blockwise_attention", spy)
     CausalSelfAttention(head_dim=1, **arguments)(np.ones((1, length, 2), "float32"), **call_arguments)
     assert bool(calls) == expected
 

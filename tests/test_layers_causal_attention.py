@@ -164,13 +164,35 @@ def test_the_cache_is_of_the_compute_type_and_is_not_changed_in_place():
     assert np.all(after[0][:, :, 0])
 
 
-@pytest.mark.parametrize("given", ["cache", "positions"])
 @pytest.mark.parametrize("make", LAYERS)
-def test_cache_and_positions_go_together(make, given):
+def test_positions_without_a_cache_are_refused(make):
+    with pytest.raises(
+        ValueError, match=r"Expected a cache with positions\. Received: positions without"
+    ):
+        make()(_draw(B, 1, D), positions=ops.arange(1))
+
+
+@pytest.mark.parametrize("make", LAYERS)
+def test_a_window_that_is_kept_is_the_window_and_steps_go_on_from_it(make, on_every_path):
+    layer, x = make(), _draw(B, T, D)
+    expected = layer(x)
+
+    def keep_and_continue(x):
+        window, cache = layer(x[:, :4], cache=layer.make_cache(B, T))
+        step, _ = layer(x[:, 4:], cache=cache, positions=ops.arange(4, T))
+        return ops.concatenate([window, step], axis=1), cache
+
+    for path, (output, cache) in on_every_path(keep_and_continue, x):
+        np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-5, err_msg=path)
+        assert np.all(cache.keys[:, :, :4])
+        assert not np.any(cache.keys[:, :, 4:])
+
+
+@pytest.mark.parametrize("make", LAYERS)
+def test_more_tokens_than_a_cache_has_slots_are_refused(make):
     layer = make()
-    arguments = {"cache": layer.make_cache(B, T), "positions": ops.arange(1)}
-    with pytest.raises(ValueError, match=f"Expected cache and positions together.*{given}=given"):
-        layer(_draw(B, 1, D), **{given: arguments[given]})
+    with pytest.raises(ValueError, match=r"here 3\. Received: 4 tokens"):
+        layer(_draw(B, 4, D), cache=layer.make_cache(B, 3))
 
 
 @pytest.mark.parametrize(

@@ -239,5 +239,7 @@ def test_what_is_no_language_model_is_refused(model, token_ids):
         gpt(V, T, D, H, num_layers=0)
     with pytest.raises(ValueError, match=r"vocabulary_size=12, as the embedding has\. Received: .*=11"):
         CausalLM(*parts(12))
-    with pytest.raises(ValueError, match=r"Expected cache and positions together"):
-        model(token_ids, cache=model.make_cache(B))
+    with pytest.raises(
+        ValueError, match=r"Expected a cache with positions\. Received: positions without"
+    ):
+        model(token_ids, positions=np.arange(T))

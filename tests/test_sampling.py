@@ -122,7 +122,7 @@ def test_eager_graph_and_xla_draw_the_same_ids(on_every_path):
     seeds = tf.range(rows) - 1000
 
     def draw(logits, temperature, seeds):
-        return sample(logits, temperature, top_k=7, top_p=0.9, seed=seeds, position=seeds)
+        return sample(logits, temperature=temperature, top_k=7, top_p=0.9, seed=seeds, position=seeds)
 
     (_, eager), *others = on_every_path(draw, logits, temperature, seeds)
     for path, drawn in others:

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from keras_tinyattn.layers._graph_key import graph_key as key_of_layer
-from keras_tinyattn.layers.attention import BLOCKWISE_FROM
+from keras_tinyattn.layers._window import BLOCKWISE_FROM
 from keras_tinyattn.layers.cache import as_in_place
 from keras_tinyattn.model import graph_key
 

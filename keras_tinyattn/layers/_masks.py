@@ -35,8 +35,8 @@ def hide_padding(inputs, mask):
     return _poison_unless_binary(mask, ops.where(padding[..., None], inputs, 0.0)), padding
 
 
-def join_masks(inputs, mask, attention_mask, num_heads, causal):
-    """All masks in one, and inputs from which nothing hidden can leak.
+def hide_masked(inputs, mask, attention_mask, num_heads, causal):
+    """Inputs from which nothing hidden can leak, and the masks as booleans.
 
     Args:
         inputs: `(B, T, D)`.
@@ -48,29 +48,37 @@ def join_masks(inputs, mask, attention_mask, num_heads, causal):
 
     Returns:
         The inputs, with zeros where padded, and in place of what is not finite where no query of
-        any head may look; NaN throughout if an integer of a mask is neither 0 nor 1. And the joined
-        mask, booleans that broadcast to `(B, H, T, S)`, or None.
+        any head may look; NaN throughout if an integer of a mask is neither 0 nor 1. The padding mask,
+        `(B, T)`, or None. The attention mask with four axes, or None.
     """
     B, T, _ = inputs.shape
     inputs, padding = hide_padding(inputs, mask)
+    if attention_mask is None:
+        return inputs, padding, None
+    attention_mask = ops.convert_to_tensor(attention_mask)
+    sizes = {2: (T, T), 3: (B, T, T), 4: (B, num_heads, T, T)}
+    letters = "(T, S), (B, T, S) or (B, H, T, S)"
+    allowed = _as_booleans("attention_mask", attention_mask, sizes, letters, broadcasts=True)
+    if len(allowed.shape) < 4:
+        allowed = allowed[:, None] if len(allowed.shape) == 3 else allowed[None, None]
+    joined = window_mask(ops.shape(inputs)[1], padding, allowed, causal)
+    harmless = ops.any(joined, axis=(1, 2)) | ops.all(ops.isfinite(inputs), axis=-1)
+    inputs = ops.where(harmless[..., None], inputs, 0.0)
+    return _poison_unless_binary(attention_mask, inputs), padding, allowed
+
+
+def window_mask(length, padding, attention_mask, causal):
+    """All masks of a window of so many tokens in one, or None: `(B, H, T, T)` or broadcast to it."""
     joined = None
     if causal:
-        positions = ops.arange(ops.shape(inputs)[1])
+        positions = ops.arange(length)
         joined = functional.causal_mask(positions, positions)[None, None]
     if padding is not None:
         pairs = padding[:, None, :, None] & padding[:, None, None, :]
         joined = pairs if joined is None else joined & pairs
     if attention_mask is not None:
-        attention_mask = ops.convert_to_tensor(attention_mask)
-        sizes = {2: (T, T), 3: (B, T, T), 4: (B, num_heads, T, T)}
-        letters = "(T, S), (B, T, S) or (B, H, T, S)"
-        allowed = _as_booleans("attention_mask", attention_mask, sizes, letters, broadcasts=True)
-        if len(allowed.shape) < 4:
-            allowed = allowed[:, None] if len(allowed.shape) == 3 else allowed[None, None]
-        joined = allowed if joined is None else joined & allowed
-        harmless = ops.any(joined, axis=(1, 2)) | ops.all(ops.isfinite(inputs), axis=-1)
-        inputs = _poison_unless_binary(attention_mask, ops.where(harmless[..., None], inputs, 0.0))
-    return inputs, joined
+        joined = attention_mask if joined is None else joined & attention_mask
+    return joined
 
 
 def _as_booleans(name, mask, sizes, letters, broadcasts):

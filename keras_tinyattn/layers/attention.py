@@ -6,16 +6,11 @@ import keras
 from keras import constraints, initializers, ops, regularizers
 
 from keras_tinyattn import functional
-from keras_tinyattn.blockwise import blockwise_attention
 from keras_tinyattn.layers._arguments import check_rate, check_size, own_draw, sizes
-from keras_tinyattn.layers._masks import hide_padding, implicit_mask, join_masks
+from keras_tinyattn.layers._masks import hide_masked, implicit_mask
+from keras_tinyattn.layers._window import attend_window, check_blockwise, choose_form
 
 __all__ = ["AttentionTrace", "ScaledSelfAttention"]
-
-# Tokens from which attention goes by blocks. At 1,024 blocks take FIXME
-BLOCKWISE_FROM = 1024
-# Queries of a causal strip, and strips of a window: more would save scores and cost operations.
-LEAST_STRIP, MOST_STRIPS = 64, 8
 
 
 class AttentionTrace(NamedTuple):
@@ -119,18 +114,7 @@ class ScaledSelfAttention(keras.layers.Layer):
         self.bias_regularizer = regularizers.get(bias_regularizer)
         self.kernel_constraint = constraints.get(kernel_constraint)
         self.bias_constraint = constraints.get(bias_constraint)
-        if blockwise not in (None, True, False):
-            raise ValueError(
-                "blockwise is a choice. Expected True, False, or None to choose by the length. "
-                f"Received: blockwise={blockwise!r}."
-            )
-        if blockwise and self.dropout:
-            raise ValueError(
-                "Blockwise attention never holds the weights, so it cannot drop any out. "
-                f"Expected dropout=0.0 with blockwise=True. Received: dropout={dropout}. "
-                "Set dropout to 0, or leave blockwise unset."
-            )
-        self.blockwise = blockwise
+        self.blockwise = check_blockwise(blockwise, dropout)
         self.seed = seed
         self._dropout = None
         if self.dropout:
@@ -203,11 +187,13 @@ class ScaledSelfAttention(keras.layers.Layer):
                 "Call it on an input first, or call build(input_shape)."
             )
         mask = implicit_mask(inputs) if mask is None else mask
-        rows_may_be_empty = mask is not None or attention_mask is not None
         inputs = ops.cast(ops.convert_to_tensor(inputs), self.compute_dtype)
-        inputs, mask = join_masks(inputs, mask, attention_mask, self.num_heads, self._causal)
+        masks = (mask, attention_mask, self.num_heads, self._causal)
+        inputs, padding, attention_mask = hide_masked(inputs, *masks)
         queries, keys, values = self._project(inputs)
-        attended, weights = functional.attend(queries, keys, values, mask, rows_may_be_empty)
+        attended, weights = attend_window(
+            "dense", queries, keys, values, padding, attention_mask, self._causal, dropout=None
+        )
         return AttentionTrace(
             queries,
             keys,
@@ -248,60 +234,26 @@ class ScaledSelfAttention(keras.layers.Layer):
     def _attend_window(
         self, inputs, mask, attention_mask, return_attention_scores, training, precomputed=None
     ):
-        """The output, the weights or None, and the keys and values `(B, H, T, K)`."""
+        """The output, the weights if asked for, and the keys and values `(B, H, T, K)`."""
         mask = implicit_mask(inputs) if mask is None else mask
-        form = self._form(inputs.shape[1], mask, attention_mask, return_attention_scores, training)
-        rows_may_be_empty = mask is not None or attention_mask is not None
-        if form == "dense":
-            inputs, mask = join_masks(inputs, mask, attention_mask, self.num_heads, self._causal)
-        else:
-            inputs, mask = hide_padding(inputs, mask)
+        form = choose_form(
+            inputs.shape[1],
+            self._causal,
+            self.blockwise,
+            padded=mask is not None,
+            masked=attention_mask is not None,
+            returns_weights=return_attention_scores,
+            drops=self.dropout and training,
+        )
+        masks = (mask, attention_mask, self.num_heads, self._causal)
+        inputs, padding, attention_mask = hide_masked(inputs, *masks)
         queries, keys, values = self._project(inputs, precomputed)
-        weights, dropout = None, self._dropout_in(training)
-        if form == "dense":
-            attended, weights = functional.attend(
-                queries, keys, values, mask, rows_may_be_empty, dropout=dropout
-            )
-        elif form == "strips":
-            attended = _attend_by_strips(queries, keys, values, dropout)
-        elif form == "blocks":
-            attended = self._attend_by_blocks(queries, keys, values, mask)
-        else:
-            # The length is known when the graph runs. Both branches are traced.
-            def dense():
-                _, joined = join_masks(inputs, mask, None, self.num_heads, self._causal)
-                return functional.attend(queries, keys, values, joined, rows_may_be_empty)[0]
-
-            attended = ops.cond(
-                ops.shape(inputs)[1] >= BLOCKWISE_FROM,
-                lambda: self._attend_by_blocks(queries, keys, values, mask),
-                dense,
-            )
+        attended, weights = attend_window(
+            *(form, queries, keys, values, padding, attention_mask),
+            causal=self._causal,
+            dropout=self._dropout_in(training),
+        )
         return self._output(attended), weights, keys, values
-
-    def _form(self, length, mask, attention_mask, return_attention_scores, training):
-        """How a window is computed: "dense", "strips" or "blocks"; None if its length will tell."""
-        if self.blockwise:
-            for name, given in (
-                ("return_attention_scores=True", return_attention_scores),
-                ("attention_mask", attention_mask is not None),
-            ):
-                if given:
-                    raise ValueError(
-                        "Blockwise attention never holds a (T, S) matrix. "
-                        f"Expected neither weights nor an attention_mask. Received: {name} with "
-                        "blockwise=True. Leave it out, or build the layer with blockwise=None."
-                    )
-            return "blocks"
-        if return_attention_scores or attention_mask is not None:
-            return "dense"
-        if self.blockwise is None and not (self.dropout and training):
-            if length is None:
-                return None
-            if length >= BLOCKWISE_FROM:
-                return "blocks"
-        by_strips = self._causal and mask is None and length is not None and length >= 2 * LEAST_STRIP
-        return "strips" if by_strips else "dense"
 
     def _project(self, inputs, precomputed=None):
         """(B, T, D) -> three of (B, H, T, K)."""
@@ -318,10 +270,6 @@ class ScaledSelfAttention(keras.layers.Layer):
             projected = projected + ops.reshape(bias[0], (-1,))
         projected = ops.reshape(projected, (batch, length, 3, self.num_heads, self.head_dim))
         return ops.unstack(ops.transpose(projected, (2, 0, 3, 1, 4)), axis=0)
-
-    def _attend_by_blocks(self, queries, keys, values, mask):
-        attended = blockwise_attention(queries, keys, values, mask, causal=self._causal)
-        return attended if mask is None else ops.where(mask[:, None, :, None], attended, 0.0)
 
     def _dropout_in(self, training):
         if self._dropout is None:
@@ -361,19 +309,3 @@ class ScaledSelfAttention(keras.layers.Layer):
             constraint=self.bias_constraint,
         )
         return kernel, bias
-
-
-def _attend_by_strips(queries, keys, values, dropout):
-    """`functional.attend` under a causal mask alone, without most of the scores that it would mask."""
-    length = queries.shape[2]
-    strip = max(LEAST_STRIP, -(-length // MOST_STRIPS))
-    starts = range(0, length, strip)
-    # Split and joined, not sliced: the gradient of a slice fills up what it left with zeros.
-    parts = [ops.split(x, starts[1:], axis=2) for x in (queries, keys, values)]
-    attended = []
-    for index, start in enumerate(starts):
-        seen = [ops.concatenate(part[: index + 1], axis=2) for part in parts[1:]]
-        end = min(start + strip, length)
-        mask = functional.causal_mask(ops.arange(start, end), ops.arange(end))
-        attended.append(functional.attend(parts[0][index], *seen, mask, False, dropout=dropout)[0])
-    return ops.concatenate(attended, axis=2)

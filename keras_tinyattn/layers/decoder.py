@@ -5,7 +5,7 @@ from keras import initializers, ops
 
 from keras_tinyattn.layers._arguments import check_rate, check_size, own_draw, sizes
 from keras_tinyattn.layers._graph_key import graph_key
-from keras_tinyattn.layers._masks import implicit_mask, join_masks
+from keras_tinyattn.layers._masks import hide_masked, implicit_mask
 from keras_tinyattn.layers.causal_attention import CausalSelfAttention
 
 __all__ = ["DecoderBlock"]
@@ -151,7 +151,7 @@ class DecoderBlock(keras.layers.Layer):
         mask = implicit_mask(inputs) if mask is None else mask
         if cache is None and (mask is not None or attention_mask is not None):
             # What attention hides must not reach the gradients of the MLP either.
-            inputs, _ = join_masks(inputs, mask, attention_mask, self.num_heads, causal=True)
+            inputs, *_ = hide_masked(inputs, mask, attention_mask, self.num_heads, causal=True)
         attended = self.attention(
             self.attention_norm(inputs),
             mask=mask,
