@@ -127,7 +127,7 @@ def lengths_of(token_ids):
 def best_without_question(token_ids):
     """The accuracy, on average, of naming the most frequent letter of each question."""
     most_frequent = [np.bincount(row[row != PADDING]).max() for row in token_ids[:, 1:]]
-    return float(np.mean(most_frequent / lengths_of(token_ids)))
+    return np.mean(most_frequent / lengths_of(token_ids))
 
 
 def show_task(output, validation):
@@ -193,7 +193,7 @@ def show_model(output, model, weights_of, validation):
 
 def share_on_answer(weights, token_ids):
     """How much of the attention is on the letter asked for, on average over the questions."""
-    return float(np.mean(weights[np.arange(len(token_ids)), places_in(token_ids)]))
+    return np.mean(weights[np.arange(len(token_ids)), places_in(token_ids)])
 
 
 def show_learning(output, model, control, training, validation, epochs):
@@ -210,19 +210,15 @@ def show_learning(output, model, control, training, validation, epochs):
     table = list(zip(range(1, epochs + 1), *numbers.values(), strict=True))
     # At most ten epochs, the last among them.
     table = table[:: -max(1, math.ceil(epochs / 10))][::-1]
-    rows = [
-        (f"{epoch}", f"{loss:.4f}", f"{own:.1%}", f"{other:.1%}") for epoch, loss, own, other in table
-    ]
+    rows = [(f"{epoch}", f"{loss:.4f}", *map("{:.1%}".format, rates)) for epoch, loss, *rates in table]
     print_columns(output, ("epoch", "loss", "attention", "mean instead"), rows, "rrrr")
-    accuracy, control_accuracy = (
-        float(np.mean(np.argmax(trained(validation), axis=-1) == answers))
-        for trained in (model, control)
-    )
+    accuracy = np.mean(np.argmax(model(validation), axis=-1) == answers)
+    control_accuracy = np.mean(np.argmax(control(validation), axis=-1) == answers)
     best = best_without_question(validation)
     point(
         output,
-        f"With attention {accuracy:.1%} are right, with the mean {control_accuracy:.1%}; without "
-        f"reading the question, {best:.1%} at best.",
+        f"With attention {accuracy:.1%} are right, with the mean {control_accuracy:.1%}; naming the "
+        f"most frequent letter would get {best:.1%} right.",
     )
     return numbers | {"accuracy": accuracy, "control_accuracy": control_accuracy}
 
@@ -239,7 +235,7 @@ def show_looking(output, model, weights_of, training, validation):
         "among the training questions:",
     )
     print_matrix(output, weights, QUESTIONS, ["?", *WORD], "{:.0%}", "", ("answer", answers), bold=True)
-    found = int(np.sum(np.argmax(weights, axis=1) == places_in(asked)))
+    found = np.sum(np.argmax(weights, axis=1) == places_in(asked))
     right = sum(given == letter for given, letter in zip(answers, WORD, strict=True))
     point(
         output,
@@ -253,7 +249,7 @@ def show_looking(output, model, weights_of, training, validation):
         f"Over all validation questions {share:.1%} of the attention is on the letter asked for.",
     )
     return {
-        "word_seen_in_training": bool(np.any(np.all(training[:, 1:] == word, axis=1))),
+        "word_seen_in_training": np.any(np.all(training[:, 1:] == word, axis=1)),
         "word_answers": answers,
         "weights": weights,
         "share_on_answer": share,
@@ -266,9 +262,9 @@ def show_padding(output, model, weights_of, validation):
     for length in range(SHORTEST, LONGEST + 1):
         rows = lengths == length
         alone[rows] = model(validation[rows, : 1 + length])
-    padded = float(np.mean(lengths < LONGEST))
-    weight = float(np.max(weights_of(validation).numpy()[validation == PADDING]))
-    difference = float(np.max(np.abs(logits - alone)))
+    padded = np.mean(lengths < LONGEST)
+    weight = np.max(weights_of(validation).numpy()[validation == PADDING])
+    difference = np.max(np.abs(logits - alone))
     section(
         output,
         "5. Padding is not seen",
@@ -292,9 +288,11 @@ def show_loading(output, model, validation):
         path = Path(folder, "model.keras")
         model.save(path)
         loaded = keras.models.load_model(path)
-    difference = float(np.max(np.abs(model(validation) - loaded(validation))))
+    difference = np.max(np.abs(model(validation) - loaded(validation)))
     section(output, "6. Save and load")
-    point(output, f"model.save, then keras.models.load_model: the logits differ by {difference:.2g}.")
+    point(
+        output, f"After model.save and keras.models.load_model the logits differ by {difference:.2g}."
+    )
     return {"difference_after_reload": difference}
 
 
