@@ -66,6 +66,10 @@ def test_every_mode_gives_the_reference_values(options, run_lesson):
         np.testing.assert_allclose(numbers[name], values, rtol=0, atol=tolerance, err_msg=name)
     assert numbers["tokens"] == ["The", "cat", "sat"]
     assert numbers["mode"] == (options[-1] if options else "xla")
+    assert (
+        f"{lesson.MODES[numbers['mode']][0]}, on {numbers['device']}."
+        in run_lesson(NAME, *options).text
+    )
     assert numbers["device"].split()[0].rstrip(":0123456789") in ("CPU", "GPU")
 
 

@@ -151,6 +151,12 @@ def test_the_model_gives_the_same_answers_after_save_and_load(trained):
     model = keras.models.load_model(trained.folder / "a.keras")
     assert model.jit_compile is True
     assert model.count_params() == trained.numbers["weight_count"]
+    # The lesson's own questions, made again: the share is that of all of them.
+    random = np.random.default_rng(7)
+    _, validation = lesson.make_questions(2048, random), lesson.make_questions(1024, random)
+    weights = keras.Model(model.input, model.get_layer("attention").output[1])(validation).numpy()
+    share = np.mean([weights[row, 0, 0, ids[0] - 10] for row, ids in enumerate(validation)])
+    assert trained.numbers["share_on_answer"] == pytest.approx(share, abs=1e-6)
     # "3? c a f e", and no padding.
     logits = keras.ops.convert_to_numpy(model(np.array([[13, 3, 1, 6, 5]])))
     assert "abcdefghij"[int(np.argmax(logits))] == "f"
