@@ -1,4 +1,4 @@
-"""How a lesson looks on a terminal: headings, points, and numbers in tables with names."""
+"""What a lesson prints: headings, points, and tables of numbers."""
 
 import math
 
@@ -8,14 +8,14 @@ from rich.table import Table
 
 
 def section(output, title, text=""):
-    """Print a heading and the text below it."""
+    """Print a heading and the text under it."""
     output.print(f"\n[bold]{title}[/]")
     if text:
         output.print(text)
 
 
 def point(output, text):
-    """Print one thing to notice, its further lines indented."""
+    """Print a bullet point; lines after the first are indented."""
     bullet = Table.grid(padding=(0, 1, 0, 0))
     bullet.add_row("[green]*[/]", text)
     output.print(bullet)
@@ -30,8 +30,8 @@ def print_matrix(output, matrix, rows, columns, number="{:.3f}", corner="", extr
         rows: names of the rows.
         columns: names of the columns.
         number: format of an entry.
-        corner: what stands above the row names.
-        extra: a name and one text a row, for a last column; none unless given.
+        corner: the heading above the row names.
+        extra: for one more column on the right, its heading and one text per row.
         bold: whether the largest entry of each row is bold.
     """
     cells = [
@@ -55,13 +55,13 @@ def print_matrix(output, matrix, rows, columns, number="{:.3f}", corner="", extr
 
 
 def print_columns(output, names, rows, sides):
-    """Print rows of texts below the names of their columns.
+    """Print a table of texts.
 
     Args:
         output: a rich console.
-        names: a heading for each column.
-        rows: one text a column.
-        sides: "l" or "r" for each column, the side to which it is set.
+        names: the headings of the columns.
+        rows: for each row, one text per column.
+        sides: for each column, "l" (left-aligned) or "r" (right-aligned).
     """
     table = Table(box=box.SIMPLE_HEAD, header_style="bold cyan", pad_edge=False, show_edge=False)
     for name, side in zip(names, sides, strict=True):
@@ -71,20 +71,25 @@ def print_columns(output, names, rows, sides):
     output.print(Padding(table, (1, 0, 1, 2), expand=False))
 
 
-def print_losses(output, losses, early=False):
-    """Print at most nine rows of step, loss and a bar, the first and the last among them.
+def print_losses(output, losses, early=False, number="{:.4f}"):
+    """Print at most nine rows of step, loss and a bar, the first and the last step among them.
 
     Args:
         output: a rich console.
         losses: the loss after 0, 1, ... steps.
-        early: whether the rows stand closer together at the beginning, where a loss falls fast.
+        early: whether to show more of the first steps, where a loss falls fast.
+        number: format of a loss.
     """
     last = len(losses) - 1
     power = 2 if early else 1
     shown = sorted({round(last * (index / 8) ** power) for index in range(9)})
     block = "\u2588" if output.encoding.lower().startswith("utf") else "#"
     rows = [
-        (str(step), f"{losses[step]:.4f}", block * min(40, math.ceil(30 * losses[step] / losses[0])))
+        (
+            str(step),
+            number.format(losses[step]),
+            block * min(40, math.ceil(30 * losses[step] / losses[0])),
+        )
         for step in shown
     ]
     print_columns(output, ("steps", "loss", ""), rows, "rrl")

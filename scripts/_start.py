@@ -1,4 +1,4 @@
-"""What a script does around its own work: start quietly, check its options, end like a command."""
+"""What every script needs: a quiet start, checked options, files written whole, an exit code."""
 
 import argparse
 import contextlib
@@ -18,13 +18,13 @@ PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
 
 @contextlib.contextmanager
 def quiet_imports():
-    """Import TensorFlow inside this block, and it says nothing on standard error.
+    """Import TensorFlow inside this block without its start-up messages on standard error.
 
-    No environment variable hides all the lines that its libraries write while they load, so the file
-    descriptor itself is turned away, for the imports only; if they fail, what they wrote is shown.
-    `TF_CPP_MIN_LOG_LEVEL=0` in the environment shows everything.
+    No environment variable hides all that its libraries write while they load, so the file descriptor
+    itself is redirected during the imports. If they fail, what they wrote is shown. Set
+    `TF_CPP_MIN_LOG_LEVEL=0` to see everything.
     """
-    # The scripts use TensorFlow's own tape and functions, whatever backend Keras was set to.
+    # The scripts use TensorFlow's own tape and functions, so no other backend will do.
     os.environ["KERAS_BACKEND"] = "tensorflow"
     if os.environ.get("TF_CPP_MIN_LOG_LEVEL") == "0":
         yield
@@ -32,17 +32,17 @@ def quiet_imports():
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     try:
         standard_error = os.dup(2)
-    except OSError:  # The process was started without one.
+    except OSError:  # The process has no standard error.
         yield
         return
-    with tempfile.TemporaryFile() as held_back:
-        os.dup2(held_back.fileno(), 2)
+    with tempfile.TemporaryFile() as hidden:
+        os.dup2(hidden.fileno(), 2)
         try:
             yield
         except BaseException:
-            held_back.seek(0)
+            hidden.seek(0)
             with open(standard_error, "wb", closefd=False) as shown:
-                shutil.copyfileobj(held_back, shown)
+                shutil.copyfileobj(hidden, shown)
             raise
         finally:
             os.dup2(standard_error, 2)
@@ -50,11 +50,11 @@ def quiet_imports():
 
 
 def run(main, argv=None):
-    """Call `main(argv)` and end the process: 0, or one sentence on standard error and 2.
+    """Call `main(argv)` and exit: with 0, or with 2 and one sentence on standard error.
 
     Args:
-        main: takes a list of arguments, or None for those of the process; raises ValueError or
-            OSError for what its user can put right.
+        main: takes a list of arguments, or None for those of the command line; raises ValueError or
+            OSError for what the user can fix.
         argv: the arguments.
 
     Raises:
@@ -63,7 +63,7 @@ def run(main, argv=None):
     try:
         main(argv)
         sys.stdout.flush()
-    except BrokenPipeError:  # The reader, `head` say, has seen enough.
+    except BrokenPipeError:  # The reader, such as `head`, is gone.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except KeyboardInterrupt:
@@ -78,9 +78,9 @@ def run(main, argv=None):
 
 
 def console():
-    """A console for tables and sentences: at most 88 columns, since longer lines read badly."""
+    """A rich console at most 88 columns wide, since longer lines are hard to read."""
     if hasattr(sys.stdout, "reconfigure"):
-        # Under an encoding without them, a `?` stands for signs such as the square root.
+        # Characters that the encoding lacks become `?`.
         sys.stdout.reconfigure(errors="replace")
     output = Console(highlight=False)
     output.width = min(output.width, 88)
@@ -88,11 +88,11 @@ def console():
 
 
 def lesson_parser(description, plot=None):
-    """A parser with the options of every lesson: `--json`, and `--plot` if there is something to draw.
+    """A parser with the options of every lesson: `--json`, and `--plot` if there is a picture.
 
     Args:
         description: what the lesson shows.
-        plot: help text of `--plot`; without one there is no such option.
+        plot: the help text of `--plot`; None leaves the option out.
     """
     parser = argparse.ArgumentParser(description=description)
     if plot is not None:
@@ -102,7 +102,7 @@ def lesson_parser(description, plot=None):
 
 
 def parse_lesson(parser, argv):
-    """The options; before any work is done, a file that could not be written after it is refused.
+    """Parse the options and check the files of `--plot` and `--json`.
 
     Raises:
         ValueError: if a file cannot be written, or matplotlib is missing for `--plot`.
@@ -114,62 +114,59 @@ def parse_lesson(parser, argv):
 
 
 def check_count(option, value, at_least=0, at_most=None):
-    """Refuse a number of steps, epochs or tokens that is out of range.
-
-    Raises:
-        ValueError: if it is.
-    """
+    """Raise ValueError if a number of steps, epochs or tokens, or a seed, is out of range."""
     if value < at_least or (at_most is not None and value > at_most):
         allowed = f"{at_least} or more" if at_most is None else f"from {at_least} to {at_most}"
         raise ValueError(f"{option} must be {allowed}, but {value} was received.")
 
 
 def check_file(option, path, suffixes=()):
-    """Refuse, before any work is done, a file that could not be written after it.
+    """Fail before any work is done if a file could not be written after it.
 
     Args:
         option: the option's name, for the message.
         path: where to write; None checks nothing.
-        suffixes: the endings that the name may have; any unless given.
+        suffixes: the suffixes allowed; any if empty.
 
     Raises:
-        ValueError: if the name has another ending, or the file cannot be written there.
+        ValueError: if the suffix is not allowed, or the file cannot be written.
     """
     if path is None:
         return
-    folder = Path(path).absolute().parent
-    if Path(path).is_dir():
-        problem = "it is a directory"
+    path = Path(path)
+    folder = path.absolute().parent
+    if path.is_dir():
+        problem = f"{str(path)!r} is a directory"
     elif not folder.is_dir():
         problem = f"the directory {str(folder)!r} does not exist"
-    elif suffixes and Path(path).suffix.lower() not in suffixes:
-        problem = f"its name does not end in {' or '.join(suffixes)}"
-    elif not os.access(path if Path(path).exists() else folder, os.W_OK):
-        problem = "the permission is missing"
+    elif suffixes and path.suffix.lower() not in suffixes:
+        problem = f"{str(path)!r} does not end in {' or '.join(suffixes)}"
+    elif not os.access(path if path.exists() else folder, os.W_OK):
+        problem = f"there is no permission to write {str(path)!r}"
     else:
         return
-    raise ValueError(f"{option} needs a file that can be written, but for {str(path)!r} {problem}.")
+    raise ValueError(f"{option} needs a file that can be written, but {problem}.")
 
 
 def check_picture(option, path):
-    """As `check_file`, for a picture that matplotlib draws.
+    """Like `check_file`, for a picture; matplotlib must be installed.
 
     Raises:
-        ValueError: as `check_file`; if matplotlib is not installed.
+        ValueError: as `check_file`, or if matplotlib is not installed.
     """
     check_file(option, path, PICTURE_SUFFIXES)
     if path is not None and importlib.util.find_spec("matplotlib") is None:
         raise ValueError(
-            f"{option} draws with matplotlib, which is not installed; "
-            'install it with `pip install "keras-tinyattn[plot]"`.'
+            f"{option} draws with matplotlib, which is not installed. "
+            'Install it with `pip install "keras-tinyattn[plot]"`.'
         )
 
 
 @contextlib.contextmanager
 def whole_file(path):
-    """A name beside `path` to write to, renamed to it at the end of a block that succeeds.
+    """Yield a temporary name next to `path`; the file replaces `path` when the block succeeds.
 
-    So nobody meets half a file, and a failure leaves what stood there before.
+    A reader never sees half a file, and a failure keeps the old one.
     """
     path = Path(path)
     if path.exists() and not path.is_file():  # Such as /dev/stdout.
@@ -184,27 +181,33 @@ def whole_file(path):
         part.unlink(missing_ok=True)
 
 
-def write_picture(output, path, save):
-    """Write a picture with `save(path)` and say so; None writes nothing."""
+def write_file(output, kind, path, write):
+    """Write a file with `write(path)` and print its kind and path; None writes nothing."""
     if path is not None:
         with whole_file(path) as part:
-            save(part)
-        output.print(f"Picture: {path}", markup=False, soft_wrap=True)
+            write(part)
+        output.print(f"{kind}: {path}", markup=False, soft_wrap=True)
+
+
+def write_picture(output, path, save):
+    """Write a picture with `save(path)` and print its path; None writes nothing."""
+    write_file(output, "Picture", path, save)
 
 
 def write_numbers(output, path, numbers):
-    """Write numbers as JSON and say so; None writes nothing.
+    """Write numbers as JSON and print the path; None writes nothing.
 
     Args:
         output: a rich console.
         path: the file, or None.
-        numbers: what JSON knows, and NumPy arrays and numbers besides; NaN and infinity become null.
+        numbers: what `json` can write, NumPy arrays and NumPy numbers; NaN and infinity become null.
     """
-    if path is not None:
-        with whole_file(path) as part:
-            text = json.dumps(_plain(numbers), indent=1, allow_nan=False)
-            part.write_text(text + "\n", encoding="utf-8")
-        output.print(f"Numbers: {path}", markup=False, soft_wrap=True)
+
+    def write(part):
+        text = json.dumps(_plain(numbers), indent=1, allow_nan=False)
+        part.write_text(text + "\n", encoding="utf-8")
+
+    write_file(output, "Numbers", path, write)
 
 
 def _plain(value):
@@ -218,7 +221,7 @@ def _plain(value):
 
 
 def ran_on(tensor):
-    """The device that computed an eager tensor, in words: "CPU (...)" or "GPU:0 (its name)"."""
+    """The device that computed an eager tensor: "CPU (TensorFlow sees no GPU)" or "GPU:0 (NAME)"."""
     import tensorflow as tf
 
     device = tf.DeviceSpec.from_string(tensor.device)
@@ -226,4 +229,4 @@ def ran_on(tensor):
     if device.device_type != "GPU":
         return f"{device.device_type} (TensorFlow sees {len(gpus) or 'no'} GPU{'s' * (len(gpus) > 1)})"
     details = tf.config.experimental.get_device_details(gpus[min(device.device_index, len(gpus) - 1)])
-    return f"GPU:{device.device_index} ({details.get('device_name', 'of unknown name')})"
+    return f"GPU:{device.device_index} ({details.get('device_name', 'unknown name')})"

@@ -1,19 +1,16 @@
-"""Lesson 06: self-attention, by which a token gathers what the other tokens know.
+"""Lesson 06: self-attention, through which a token gathers what the other tokens know.
 
 python scripts/lesson_06_self_attention.py
 python scripts/lesson_06_self_attention.py --steps 100 --plot attention.png
 """
 
-import argparse
-import itertools
-
 import numpy as np
-from _page import point, print_columns, print_matrix, section
+from _page import point, print_columns, print_losses, print_matrix, section
 from _start import (
     check_count,
-    check_file,
-    check_picture,
     console,
+    lesson_parser,
+    parse_lesson,
     quiet_imports,
     ran_on,
     run,
@@ -22,29 +19,28 @@ from _start import (
 )
 
 with quiet_imports():
-    import keras
     import tensorflow as tf
 
-    from keras_tinyattn import ScaledSelfAttention, functional
-    from keras_tinyattn.plotting import plot_trace
+    from keras_tinyattn import ScaledSelfAttention, functional, plot_trace
 
 TOKENS = ("The", "cat", "sat")
-X = [
-    [1.0, 0.5, 0.2, 0.1],  # The
-    [0.1, 2.0, 0.8, 0.2],  # cat
-    [0.2, 0.1, 1.5, 1.8],  # sat
-]
+THE, CAT, SAT = range(3)
+# A vector for each token.
+X = np.array([[1.0, 0.5, 0.2, 0.1], [0.1, 2.0, 0.8, 0.2], [0.2, 0.1, 1.5, 1.8]], "float32")
 HEAD_DIM = 4
-W_Q = [[1.0, 0.0, 0.1, 0.0], [0.0, 1.0, 0.0, 0.2], [0.1, 0.0, 1.0, 0.0], [0.0, 0.2, 0.0, 1.0]]
-W_K = [[0.8, 0.1, 0.0, 0.0], [0.1, 0.9, 0.2, 0.0], [0.0, 0.2, 0.7, 0.1], [0.0, 0.0, 0.1, 0.9]]
-W_V = [[0.5, 0.5, 0.0, 0.0], [0.0, 0.5, 0.5, 0.0], [0.0, 0.0, 0.5, 0.5], [0.5, 0.0, 0.0, 0.5]]
-# What the output is to become, in the part about learning.
-TARGET = [[0.8, 0.2, 0.4, 0.6], [0.2, 1.2, 0.5, 0.8], [0.5, 0.3, 0.9, 1.0]]
-LEARNING_RATE = 0.1
-# Added to one row of scores, it leaves the softmax as it was and takes exp() past float32.
+W_Q, W_K, W_V = np.array(
+    [
+        [[1.0, 0.0, 0.1, 0.0], [0.0, 1.0, 0.0, 0.2], [0.1, 0.0, 1.0, 0.0], [0.0, 0.2, 0.0, 1.0]],
+        [[0.8, 0.1, 0.0, 0.0], [0.1, 0.9, 0.2, 0.0], [0.0, 0.2, 0.7, 0.1], [0.0, 0.0, 0.1, 0.9]],
+        [[0.5, 0.5, 0.0, 0.0], [0.0, 0.5, 0.5, 0.0], [0.0, 0.0, 0.5, 0.5], [0.5, 0.0, 0.0, 0.5]],
+    ],
+    "float32",
+)
+# Added to a row of scores, it leaves the softmax unchanged but takes e^score out of float32's range.
 SHIFT = 100.0
-# The token whose row the sentences follow.
-CAT = TOKENS.index("cat")
+# What the output should become in section 7.
+TARGET = np.array([[0.8, 0.2, 0.4, 0.6], [0.2, 1.2, 0.5, 0.8], [0.5, 0.3, 0.9, 1.0]], "float32")
+LEARNING_RATE = 0.1
 
 MODES = {
     "xla": ("compiled with XLA (jit_compile=True)", lambda f: tf.function(f, jit_compile=True)),
@@ -54,26 +50,59 @@ MODES = {
 
 
 def main(argv=None):
-    arguments = parse_arguments(argv)
-    check_count("--steps", arguments.steps)
-    check_picture("--plot", arguments.plot)
-    check_file("--json", arguments.json)
-    keras.utils.set_random_seed(6)
-    # On a GPU, float32 products may be rounded to 10 bits unless this is off.
+    options = parse(argv)
+    # On a GPU, TensorFlow may otherwise round the factors of float32 products to 10 bits.
     tf.config.experimental.enable_tensor_float_32_execution(False)
-
-    numbers, trace = compute(arguments.steps, arguments.mode)
     output = console()
-    tell(numbers, output)
-    if arguments.plot is not None:
-        figure = plot_trace(trace, TOKENS, title=f"Self-attention on \u201c{' '.join(TOKENS)}\u201d")
-        write_picture(output, arguments.plot, figure.savefig)
-    write_numbers(output, arguments.json, as_json(numbers))
+    description, compiled = MODES[options.mode]
+
+    layer = ScaledSelfAttention(head_dim=HEAD_DIM)
+    layer.build((None, None, len(X[0])))
+    layer.query_kernel.assign(W_Q)
+    layer.key_kernel.assign(W_K)
+    layer.value_kernel.assign(W_V)
+    # The layer takes a batch of sequences, here of one: (1, 3, 4).
+    trace = compiled(layer.trace)(X[None])
+    # Each stage as a matrix, without the axes of the batch and the heads, which have size 1.
+    stages = trace._make(np.squeeze(stage) for stage in trace)
+
+    output.print("[bold cyan]Lesson 06: self-attention[/]")
+    output.print(
+        "A token's vector is the same in every sentence. Self-attention makes it depend on the "
+        "others: each token asks a question (its query), offers an answer to some question (its "
+        "key), and has something to say (its value)."
+    )
+    output.print("\n    attention(Q, K, V) = softmax(Q K^T / sqrt(head_dim)) V\n", style="bold")
+    device = ran_on(trace.output)
+    output.print(f"Computed by ScaledSelfAttention(head_dim={HEAD_DIM}), {description}, on {device}.")
+    numbers = {"tokens": TOKENS, "head_dim": HEAD_DIM, "mode": options.mode, "device": device}
+    numbers |= {"x": X, "w_q": W_Q, "w_k": W_K, "w_v": W_V}
+    numbers |= show_input(output, stages)
+    numbers |= show_scores(output, stages)
+    numbers |= show_weights(output, stages)
+    numbers |= show_output(output, stages)
+    numbers |= show_overflow(output, stages)
+    numbers |= learn(output, layer, stages, options.steps, compiled)
+
+    the, cat, sat = stages.weights[CAT]
+    section(
+        output,
+        "The point",
+        f"A token leaves attention as a mixture: 'cat' is now {cat:.0%} 'cat', {sat:.0%} 'sat', "
+        f"{the:.0%} 'The'. Three matrices decide who looks at whom and what is passed on, and the "
+        "gradient reaches all of them: attention is learned.",
+    )
+    title = "Self-attention on \u201cThe cat sat\u201d"
+    write_picture(
+        output, options.plot, lambda path: plot_trace(trace, TOKENS, title=title).savefig(path)
+    )
+    write_numbers(output, options.json, numbers)
 
 
-def parse_arguments(argv):
-    parser = argparse.ArgumentParser(
-        description="Self-attention on three tokens, stage by stage, and a gradient step through it."
+def parse(argv):
+    parser = lesson_parser(
+        "Self-attention on three tokens, stage by stage, and a gradient step through it.",
+        plot="draw scores and weights as heat maps, side by side",
     )
     parser.add_argument(
         "--steps", type=int, default=1, metavar="N", help="gradient steps to take (default 1)"
@@ -84,153 +113,41 @@ def parse_arguments(argv):
         default="xla",
         help="how TensorFlow runs it; the numbers are the same (default xla)",
     )
-    parser.add_argument(
-        "--plot", metavar="FILE.png", help="draw scores and weights as heat maps, side by side"
-    )
-    parser.add_argument("--json", metavar="FILE", help="write every number of the lesson as JSON")
-    return parser.parse_args(argv)
+    options = parse_lesson(parser, argv)
+    check_count("--steps", options.steps)
+    return options
 
 
-def compute(steps, mode):
-    """The lesson's numbers by name, and the trace to draw; nothing is printed."""
-    compiled = MODES[mode][1]
-    layer = ScaledSelfAttention(head_dim=HEAD_DIM)
-    layer.build((None, None, len(X[0])))
-    kernels = {"q": layer.query_kernel, "k": layer.key_kernel, "v": layer.value_kernel}
-    for kernel, given in zip(kernels.values(), (W_Q, W_K, W_V), strict=True):
-        kernel.assign(given)
-
-    # The layer works on batches: here B = 1, and H = 1 head.
-    x, target = tf.constant([X]), tf.constant([TARGET])
-    trace_of = compiled(layer.trace)
-    trace = trace_of(x)
-    stages = {name: value.numpy()[0] for name, value in trace._asdict().items()}
-    stages = {name: value[0] if value.ndim == 3 else value for name, value in stages.items()}
-    numbers = {
-        "head_dim": HEAD_DIM,
-        "learning_rate": LEARNING_RATE,
-        "x": x.numpy()[0],
-        "w_q": kernels["q"].numpy(),
-        "w_k": kernels["k"].numpy(),
-        "w_v": kernels["v"].numpy(),
-        "target": target.numpy()[0],
-        "queries": stages["queries"],
-        "keys": stages["keys"],
-        "values": stages["values"],
-        "raw": stages["raw_scores"],
-        "scaled": stages["scaled_scores"],
-        "weights": stages["weights"],
-        "row_sums": stages["weights"].sum(axis=-1),
-        "output": stages["output"],
-        "unscaled_weights": functional.softmax(trace.raw_scores)[0, 0].numpy(),
-        **compute_overflow(trace.scaled_scores[0, 0, CAT]),
-        "mode": mode,
-        "device": ran_on(trace.output),
-    }
-
-    @compiled
-    def step(learning_rate):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.square(layer(x) - target))
-        gradients = tape.gradient(loss, list(kernels.values()))
-        for kernel, gradient in zip(kernels.values(), gradients, strict=True):
-            kernel.assign_sub(learning_rate * gradient)
-        return loss, gradients
-
-    losses = []
-    for taken in range(steps + 1):
-        # A last step of length zero measures where the others led.
-        loss, gradients = step(tf.constant(LEARNING_RATE if taken < steps else 0.0))
-        losses.append(float(loss))
-        if taken == 0:
-            for letter, gradient in zip(kernels, gradients, strict=True):
-                numbers[f"grad_w_{letter}"] = gradient.numpy()
-                numbers[f"grad_w_{letter}_l2"] = float(tf.norm(gradient))
-                numbers[f"new_w_{letter}"] = kernels[letter].numpy() if steps else None
-    numbers |= {
-        "loss_before": losses[0],
-        "loss_after_1_step": losses[1] if steps else None,
-        "losses": losses,
-        "weights_after": trace_of(x).weights.numpy()[0, 0],
-    }
-    return numbers, trace
-
-
-def compute_overflow(scores):
-    """The softmax of scores raised by SHIFT, without and with their maximum subtracted."""
-    shifted = scores + SHIFT
-    exponentials = tf.exp(shifted)
-    return {
-        "shifted_scores": shifted.numpy(),
-        "shifted_exponentials": exponentials.numpy(),
-        "naive_softmax": (exponentials / tf.reduce_sum(exponentials)).numpy(),
-        "stable_softmax": functional.softmax(shifted).numpy(),
-    }
-
-
-def tell(numbers, output):
-    """Print the lesson; each sentence about a number is made from that number."""
-    output.print("[bold cyan]Lesson 06: self-attention[/]")
+def show_input(output, stages):
+    queries, keys, values = stages.queries, stages.keys, stages.values  # each (3, 4)
+    section(output, "1. Input: 'The cat sat', a vector for each token")
+    print_matrix(output, X, TOKENS, ("x0", "x1", "x2", "x3"), "{:.1f}", "token")
     output.print(
-        "A token's vector is the same in every sentence. Self-attention makes it depend on the "
-        "others: each token asks a question (its query), offers an answer to some question (its "
-        "key), and has something to say (its value)."
+        "Three matrices W_Q, W_K, W_V turn each of the 3 vectors into a query, a key and a value "
+        f"of {HEAD_DIM} numbers. For 'cat' they are:"
     )
-    output.print("\n    attention(Q, K, V) = softmax(Q K^T / sqrt(head_dim)) V\n", style="bold")
-    output.print(
-        f"Computed by ScaledSelfAttention(head_dim={numbers['head_dim']}), "
-        f"{MODES[numbers['mode']][0]}, on {numbers['device']}."
-    )
-    tell_input(numbers, output)
-    tell_scores(numbers, output)
-    tell_weights(numbers, output)
-    tell_overflow(numbers, output)
-    tell_learning(numbers, output)
-
-    weights = numbers["weights"][CAT]
-    mixture = ", ".join(f"{weights[index]:.0%} '{TOKENS[index]}'" for index in by_size(weights))
-    learned = all(numbers[f"grad_w_{letter}_l2"] > 0 for letter in "qkv")
-    section(
-        output,
-        "The point",
-        f"A token leaves attention as a mixture: '{TOKENS[CAT]}' is now {mixture}. Who looks at whom "
-        "comes from three matrices, and the gradient "
-        + ("reaches all of them: attention is learned." if learned else "does not reach all of them."),
-    )
+    cat = (queries[CAT], keys[CAT], values[CAT])
+    print_matrix(output, cat, ("query", "key", "value"), range(HEAD_DIM), "{:.2f}", "'cat'")
+    products = sum_of_products("{:.1f} x {:.1f}", X[CAT], W_Q[:, 0])
+    point(output, f"First number of its query: {products} = {queries[CAT, 0]:.2f}.")
+    return {"queries": queries, "keys": keys, "values": values}
 
 
-def tell_input(numbers, output):
-    section(output, f"1. Input: '{' '.join(TOKENS)}', a vector for each token")
-    x, head_dim = numbers["x"], numbers["head_dim"]
-    print_matrix(output, x, TOKENS, [f"x{index}" for index in range(x.shape[1])], "{:.1f}", "token")
-    output.print(
-        f"Three matrices W_Q, W_K, W_V turn each of the {len(TOKENS)} vectors into a query, a key "
-        f"and a value of {head_dim} numbers. For '{TOKENS[CAT]}' they are:"
-    )
-    names = ("query", "key", "value")
-    projected = [numbers[name][CAT] for name in ("queries", "keys", "values")]
-    print_matrix(output, projected, names, range(head_dim), "{:.2f}", f"'{TOKENS[CAT]}'")
-    products = sum_of_products(x[CAT], numbers["w_q"][:, 0], "{:.1f} x {:.1f}")
-    point(output, f"First number of its query: {products} = {numbers['queries'][CAT, 0]:.2f}.")
-
-
-def tell_scores(numbers, output):
-    cat, raw = TOKENS[CAT], numbers["raw"]
+def show_scores(output, stages):
+    queries, keys, raw = stages.queries, stages.keys, stages.raw_scores  # (3, 4), (3, 4), (3, 3)
     section(output, "2. Raw scores: Q K^T", "How well does each query (row) match each key (column)?")
     print_matrix(output, raw, TOKENS, TOKENS, corner="query \\ key", bold=True)
-    products = sum_of_products(numbers["queries"][CAT], numbers["keys"][CAT], "{:.2f} x {:.2f}")
-    point(output, f"'{cat}' with '{cat}': {products} = {raw[CAT, CAT]:.3f}.")
-    best, *_, least = by_size(raw[CAT])
+    products = sum_of_products("{:.2f} x {:.2f}", queries[CAT], keys[CAT])
+    point(output, f"'cat' with 'cat': {products} = {raw[CAT, CAT]:.3f}.")
     point(
         output,
-        f"'{cat}' matches {whom(best)} best ({raw[CAT, best]:.3f}) and {whom(least)} least "
-        f"({raw[CAT, least]:.3f}).",
+        f"'cat' matches itself best ({raw[CAT, CAT]:.3f}) and 'The' least ({raw[CAT, THE]:.3f}).",
     )
 
-    scaled = numbers["scaled"]
+    scaled = stages.scaled_scores
     section(
         output,
-        f"3. Scaled scores: Q K^T / sqrt({numbers['head_dim']})",
+        f"3. Scaled scores: Q K^T / sqrt({HEAD_DIM})",
         "A sum of more products spreads wider; dividing by sqrt(head_dim) makes up for that.",
     )
     print_matrix(output, scaled, TOKENS, TOKENS, corner="query \\ key", bold=True)
@@ -240,177 +157,141 @@ def tell_scores(numbers, output):
         f"{np.std(scaled):.3f}, and the variance from {np.var(raw):.3f} to {np.var(scaled):.3f}: "
         f"{np.var(raw) / np.var(scaled):.2f} times less.",
     )
-    promise = "It is often said that this brings the variance to 1. "
-    if abs(np.var(scaled) - 1.0) < 0.05:
-        point(output, f"{promise}Here it does: {np.var(scaled):.2f}.")
-    else:
-        means, variances = zip(
-            *((np.mean(numbers[name]), np.var(numbers[name])) for name in ("queries", "keys")),
-            strict=True,
-        )
-        point(
-            output,
-            f"{promise}Here it is {np.var(scaled):.2f}: the rule supposes independent numbers of mean "
-            f"0 and variance 1, and these queries and keys have means {means[0]:.2f} and "
-            f"{means[1]:.2f}, variances {variances[0]:.2f} and {variances[1]:.2f}.",
-        )
-
-
-def tell_weights(numbers, output):
-    cat, weights = TOKENS[CAT], numbers["weights"]
-    section(
-        output, "4. Weights: the softmax of each row", "Scores become shares: each row shares out 100%."
-    )
-    row_sums = ("row sum", [f"{total:.2%}" for total in numbers["row_sums"]])
-    print_matrix(output, weights, TOKENS, TOKENS, "{:.1%}", "query \\ key", row_sums, bold=True)
-    first, *others = by_size(weights[CAT])
     point(
         output,
-        f"'{cat}' attends most to {whom(first)} ({weights[CAT, first]:.1%}), then to "
-        + " and ".join(f"{whom(index)} ({weights[CAT, index]:.1%})" for index in others)
-        + ".",
+        f"It is often said that this brings the variance to 1. Here it is {np.var(scaled):.2f}: the "
+        "rule assumes independent numbers of mean 0 and variance 1, and these queries and keys have "
+        f"means {np.mean(queries):.2f} and {np.mean(keys):.2f}, variances {np.var(queries):.2f} and "
+        f"{np.var(keys):.2f}.",
     )
-    for query, token in enumerate(TOKENS):
-        if query != CAT:
-            key = by_size(weights[query])[0]
-            point(output, f"'{token}' attends most to {whom(key, query)} ({weights[query, key]:.1%}).")
-    unscaled = numbers["unscaled_weights"][CAT, first]
+    return {"raw": raw, "scaled": scaled}
+
+
+def show_weights(output, stages):
+    weights, row_sums = stages.weights, stages.weights.sum(axis=-1)
+    section(output, "4. Weights: the softmax of each row", "The scores in a row become shares of 100%.")
+    sums = ("row sum", [f"{total:.2%}" for total in row_sums])
+    print_matrix(output, weights, TOKENS, TOKENS, "{:.1%}", "query \\ key", sums, bold=True)
+    the, cat, sat = weights[CAT]
     point(
         output,
-        f"Without the scaling '{cat}' would give {whom(first)} {unscaled:.1%}: the softmax would be "
-        + ("closer to all or nothing." if unscaled > weights[CAT, first] else "no sharper."),
+        f"'cat' attends most to itself ({cat:.1%}), then to 'sat' ({sat:.1%}) and 'The' ({the:.1%}).",
     )
-
-    section(
-        output, "5. Output: the weights times the values", "What each token takes from all of them."
+    point(output, f"'The' attends most to 'cat' ({weights[THE, CAT]:.1%}).")
+    point(output, f"'sat' attends most to itself ({weights[SAT, SAT]:.1%}).")
+    unscaled = functional.softmax(stages.raw_scores).numpy()
+    point(
+        output,
+        f"Without scaling, 'cat' would give itself {unscaled[CAT, CAT]:.1%}, closer to all or nothing.",
     )
-    print_matrix(output, numbers["output"], TOKENS, range(numbers["head_dim"]), corner="token")
-    products = sum_of_products(weights[CAT], numbers["values"][:, 0], "{:.3f} x {:.2f}")
-    point(output, f"First number of '{cat}': {products} = {numbers['output'][CAT, 0]:.3f}.")
+    return {"weights": weights, "row_sums": row_sums, "unscaled_weights": unscaled}
 
 
-def tell_overflow(numbers, output):
+def show_output(output, stages):
+    section(output, "5. Output: the weights times the values", "What each token takes from all three.")
+    print_matrix(output, stages.output, TOKENS, range(HEAD_DIM), corner="token")
+    products = sum_of_products("{:.3f} x {:.2f}", stages.weights[CAT], stages.values[:, 0])
+    point(output, f"First number of 'cat': {products} = {stages.output[CAT, 0]:.3f}.")
+    return {"output": stages.output}
+
+
+def show_overflow(output, stages):
     section(
         output,
         "6. Why the softmax subtracts the row's maximum",
-        f"Adding {SHIFT:g} to each score of '{TOKENS[CAT]}' multiplies each e^score alike, so the "
-        f"weights must stay. But float32 ends at {np.finfo('float32').max:.1e}.",
+        f"Adding {SHIFT:g} to each score of 'cat' multiplies every e^score by the same number, so the "
+        f"weights must not change. But float32 ends at {np.finfo('float32').max:.1e}.",
     )
-    scores, exponentials = numbers["shifted_scores"], numbers["shifted_exponentials"]
-    naive, stable = numbers["naive_softmax"], numbers["stable_softmax"]
-    print_columns(
-        output,
-        ("key", "score", "e^score", "naive softmax", "ours"),
-        [
-            (
-                f"[bold cyan]{token}[/]",
-                f"{scores[key]:.3f}",
-                f"{exponentials[key]:.3g}",
-                f"{naive[key]:.1%}" if np.isfinite(naive[key]) else "not a number",
-                f"{stable[key]:.1%}",
-            )
-            for key, token in enumerate(TOKENS)
-        ],
-        "lrrrr",
-    )
-    broken = int(np.sum(~np.isfinite(naive)))
+    scores = tf.constant(stages.scaled_scores[CAT] + SHIFT)
+    exponentials = tf.exp(scores)
+    naive = (exponentials / tf.reduce_sum(exponentials)).numpy()
+    stable = functional.softmax(scores).numpy()
+    numbers = {
+        "shifted_scores": scores.numpy(),
+        "shifted_exponentials": exponentials.numpy(),
+        "naive_softmax": naive,
+        "stable_softmax": stable,
+    }
+    rows = [
+        (f"[bold cyan]{token}[/]", f"{score:.3f}", f"{exponential:.3g}", f"{lost:.3g}", f"{kept:.1%}")
+        for token, score, exponential, lost, kept in zip(TOKENS, *numbers.values(), strict=True)
+    ]
+    print_columns(output, ("key", "score", "e^score", "naive softmax", "ours"), rows, "lrrrr")
     point(
         output,
-        f"The naive softmax, e^score / sum of e^score, has lost {broken} of {len(TOKENS)} weights."
-        if broken
-        else "The naive softmax has held here.",
+        f"The naive softmax, e^score / sum of e^score, has lost {np.sum(np.isnan(naive))} of "
+        f"{len(TOKENS)} weights: infinity / infinity is not a number (nan).",
     )
-    difference = float(np.max(np.abs(stable - numbers["weights"][CAT])))
+    difference = np.max(np.abs(stable - stages.weights[CAT]))
     point(
         output,
         "Ours subtracts the maximum first, so that no exponent is above 0. It differs from the weights "
-        f"in 4 by at most {difference:.0e}; float32 keeps such scores in steps of "
-        f"{np.spacing(scores.max()):.0e}.",
+        f"in 4 by at most {difference:.0e}; float32 holds such scores in steps of "
+        f"{np.spacing(np.max(scores)):.0e}.",
     )
+    return numbers
 
 
-def tell_learning(numbers, output):
-    losses = numbers["losses"]
-    steps = len(losses) - 1
+def learn(output, layer, stages, steps, compiled):
     section(
         output,
         "7. Learning: the gradient passes through the softmax",
-        "The loss is the mean squared distance from a target. A step moves each matrix by "
-        f"-{numbers['learning_rate']:g} times its gradient, which a GradientTape finds.",
+        "The loss is the mean squared distance from a target. A step changes each matrix by "
+        f"-{LEARNING_RATE:g} times its gradient, which a GradientTape finds.",
     )
-    norms = {f"W_{letter.upper()}": numbers[f"grad_w_{letter}_l2"] for letter in "qkv"}
-    print_columns(
-        output,
-        ("matrix", "norm of its gradient"),
-        [(f"[bold cyan]{name}[/]", f"{norm:.6f}") for name, norm in norms.items()],
-        "lr",
-    )
-    largest, smallest = max(norms, key=norms.get), min(norms, key=norms.get)
-    if norms[smallest] > 0:
-        ratio = norms[largest] / norms[smallest]
-        point(
-            output,
-            f"All three get a gradient; that of {largest} is {ratio:.1f} times as long as that of "
-            f"{smallest}.",
-        )
-    else:
-        point(output, f"{smallest} gets no gradient.")
+    kernels = {"w_q": layer.query_kernel, "w_k": layer.key_kernel, "w_v": layer.value_kernel}
 
-    # At most nine rows, the first and the last among them.
-    shown = sorted({round(index * steps / 8) for index in range(9)}) if steps > 8 else range(steps + 1)
-    block = "\u2588" if output.encoding.lower().startswith("utf") else "#"
-    bars = {step: block * min(40, round(30 * losses[step] / losses[0])) for step in shown}
-    print_columns(
-        output,
-        ("steps", "loss", ""),
-        [(str(step), f"{losses[step]:.6f}", bars[step]) for step in shown],
-        "rrl",
-    )
+    @compiled
+    def loss_and_gradients():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(layer(X[None]) - TARGET))
+        return loss, tape.gradient(loss, kernels)
+
+    loss, gradients = loss_and_gradients()
+    norms = {name: float(tf.norm(gradient)) for name, gradient in gradients.items()}
+    numbers = {"target": TARGET, "learning_rate": LEARNING_RATE, "loss_before": float(loss)}
+    for name, gradient in gradients.items():
+        numbers |= {
+            f"grad_{name}": gradient.numpy(),
+            f"grad_{name}_l2": norms[name],
+            f"new_{name}": None,
+        }
+    rows = [(f"[bold cyan]{name.upper()}[/]", f"{norm:.6f}") for name, norm in norms.items()]
+    print_columns(output, ("matrix", "norm of its gradient"), rows, "lr")
+    ratio = norms["w_v"] / norms["w_q"]
+    point(output, f"All three get a gradient; that of W_V is {ratio:.1f} times as long as that of W_Q.")
+
+    losses = [float(loss)]
+    for step in range(steps):
+        for name, kernel in kernels.items():
+            kernel.assign_sub(LEARNING_RATE * gradients[name])
+            if step == 0:
+                numbers[f"new_{name}"] = kernel.numpy()
+        loss, gradients = loss_and_gradients()
+        losses.append(float(loss))
+    print_losses(output, losses, number="{:.6f}")
+    after = compiled(layer.trace)(X[None]).weights[0, 0].numpy()
     if steps == 0:
         point(output, "No step was taken (--steps 0).")
-        return
-    verdict = "fell" if losses[-1] < losses[0] else "did not fall"
-    after_steps = f"after {steps} step{'s' * (steps > 1)}"
-    falls = sum(after < before for before, after in itertools.pairwise(losses))
-    point(
-        output,
-        f"The loss {verdict}: {losses[0]:.6f} before, {losses[-1]:.6f} {after_steps} "
-        f"({losses[-1] / losses[0] - 1:+.1%})"
-        + (f"; {falls} of {steps} steps lowered it." if steps > 1 else "."),
-    )
-    before, after = numbers["weights"][CAT], numbers["weights_after"][CAT]
-    key = by_size(np.abs(after - before))[0]
-    point(
-        output,
-        f"Who looks at whom has moved: '{TOKENS[CAT]}' gave {whom(key)} {before[key]:.2%} and gives "
-        f"{after[key]:.2%} {after_steps}.",
-    )
+    else:
+        falls = np.sum(np.diff(losses) < 0)
+        point(
+            output,
+            f"The loss fell from {losses[0]:.6f} to {losses[-1]:.6f} "
+            f"({losses[-1] / losses[0] - 1:+.1%}); it fell in {falls} of {steps} steps.",
+        )
+        before, now = stages.weights[CAT], after[CAT]
+        point(
+            output,
+            f"Who looks at whom has moved: 'cat' gave 'The' {before[THE]:.2%} and 'sat' "
+            f"{before[SAT]:.2%}, and now gives them {now[THE]:.2%} and {now[SAT]:.2%}.",
+        )
+    after_1_step = losses[1] if steps else None
+    return numbers | {"losses": losses, "loss_after_1_step": after_1_step, "weights_after": after}
 
 
-def by_size(entries):
-    """Indices from the largest entry to the smallest, equal ones in their order."""
-    return [int(index) for index in np.argsort(-entries, kind="stable")]
-
-
-def sum_of_products(left, right, product):
+def sum_of_products(product, left, right):
     return " + ".join(product.format(*pair) for pair in zip(left, right, strict=True))
-
-
-def whom(key, query=CAT):
-    return "itself" if key == query else f"'{TOKENS[key]}'"
-
-
-def as_json(numbers):
-    """Arrays as lists, and null for a number that JSON does not have."""
-
-    def plain(value):
-        if isinstance(value, np.ndarray):
-            return [plain(entry) for entry in value.tolist()]
-        if isinstance(value, list):
-            return [plain(entry) for entry in value]
-        return None if isinstance(value, float) and not np.isfinite(value) else value
-
-    return {"tokens": list(TOKENS), **{name: plain(value) for name, value in numbers.items()}}
 
 
 if __name__ == "__main__":

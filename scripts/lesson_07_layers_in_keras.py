@@ -1,10 +1,10 @@
-"""Lesson 07: the layers inside an ordinary Keras model, which learns where to look.
+"""Lesson 07: attention layers in an ordinary Keras model, which learns where to look.
 
 python scripts/lesson_07_layers_in_keras.py
 python scripts/lesson_07_layers_in_keras.py --plot attention.png --save model.keras
 """
 
-import argparse
+import math
 import tempfile
 from pathlib import Path
 
@@ -13,12 +13,13 @@ from _page import point, print_columns, print_matrix, section
 from _start import (
     check_count,
     check_file,
-    check_picture,
     console,
+    lesson_parser,
+    parse_lesson,
     quiet_imports,
     ran_on,
     run,
-    whole_file,
+    write_file,
     write_numbers,
     write_picture,
 )
@@ -27,328 +28,44 @@ with quiet_imports():
     import keras
     from keras import ops
 
-    from keras_tinyattn import ScaledSelfAttention, TokenAndPositionEmbedding
-    from keras_tinyattn.plotting import plot_attention
+    from keras_tinyattn import ScaledSelfAttention, TokenAndPositionEmbedding, plot_attention
 
 # A question and a row of letters, "4? h e a d a c h e": the answer is the fourth letter.
 LETTERS = "abcdefghij"
 SHORTEST, LONGEST = 3, 8
-# Ids: 0 is padding, then come the letters, then the questions "1?" to "8?".
+# Token ids: 0 is padding, 1 to 10 are the letters, 11 to 18 the questions "1?" to "8?".
 PADDING = 0
-FIRST_LETTER = 1
-FIRST_QUESTION = FIRST_LETTER + len(LETTERS)
-VOCABULARY_SIZE = FIRST_QUESTION + LONGEST
+VOCABULARY_SIZE = 1 + len(LETTERS) + LONGEST
 SEQUENCE_LENGTH = 1 + LONGEST
-
 HIDDEN_DIM = 32
-TRAINING, UNSEEN = 2048, 1024
-# Made of the letters above; a, e and h stand twice, so a letter does not give its place away.
+TRAINING, VALIDATION = 2048, 1024
+# Made of the letters above; a, e and h appear twice, so a letter does not give its place away.
 WORD = "headache"
+QUESTIONS = [f"{place}?" for place in range(1, 1 + len(WORD))]
 
 
 def main(argv=None):
-    arguments = parse_arguments(argv)
-    check_count("--epochs", arguments.epochs)
-    check_count("--seed", arguments.seed, at_most=2**32 - 1)
-    check_picture("--plot", arguments.plot)
-    check_file("--json", arguments.json)
-    check_file("--save", arguments.save, suffixes=(".keras",))
+    options = parse(argv)
+    keras.utils.set_random_seed(options.seed)
+    random = np.random.default_rng(options.seed)
     output = console()
-    with tempfile.TemporaryDirectory() as folder:
-        numbers = compute(
-            arguments.epochs, arguments.seed, arguments.save or Path(folder, "model.keras")
-        )
-    tell(numbers, output)
-    if arguments.save is not None:
-        output.print(f"Model: {arguments.save}", markup=False, soft_wrap=True)
-    if arguments.plot is not None:
-        figure = plot_attention(
-            numbers["weights"],
-            [f"{place + 1}?" for place in range(len(WORD))],
-            ["?", *WORD],
-            title=f"Which letter of \u201c{WORD}\u201d does each question look at?",
-        )
-        write_picture(output, arguments.plot, figure.savefig)
-    write_numbers(output, arguments.json, {**numbers, "weights": numbers["weights"].tolist()})
-
-
-def parse_arguments(argv):
-    parser = argparse.ArgumentParser(
-        description="Attention layers in a Functional Keras model that learns in seconds where to look."
-    )
-    parser.add_argument(
-        "--epochs", type=int, default=8, metavar="N", help="passes over the examples (default 8)"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=7, metavar="N", help="seed of examples and weights (default 7)"
-    )
-    parser.add_argument(
-        "--plot", metavar="FILE.png", help="draw what each question looks at, as a heat map"
-    )
-    parser.add_argument("--json", metavar="FILE", help="write every number of the lesson as JSON")
-    parser.add_argument("--save", metavar="FILE.keras", help="keep the trained model there")
-    return parser.parse_args(argv)
-
-
-def make_questions(count, random):
-    """Ids `(count, SEQUENCE_LENGTH)`, padded on the right; places asked for and lengths, `(count,)`."""
-    lengths = random.integers(SHORTEST, LONGEST + 1, count)
-    places = random.integers(0, lengths)
-    letters = random.integers(FIRST_LETTER, FIRST_QUESTION, (count, LONGEST))
-    letters = np.where(np.arange(LONGEST) < lengths[:, None], letters, PADDING)
-    token_ids = np.concatenate([(FIRST_QUESTION + places)[:, None], letters], axis=1)
-    return token_ids.astype("int32"), places, lengths
-
-
-def answers_to(token_ids, places):
-    """The index in LETTERS of the letter that stands at each place."""
-    return token_ids[np.arange(len(token_ids)), 1 + places] - FIRST_LETTER
-
-
-def attention(x, mask):
-    """What the question, at position 0, has gathered from the letters."""
-    layer = ScaledSelfAttention(head_dim=HIDDEN_DIM, name="attention")
-    attended, _ = layer(x, mask=mask, return_attention_scores=True)
-    return attended[:, 0]
-
-
-def mean(x, mask):
-    """The same for a model that cannot look: the mean of all positions."""
-    return keras.layers.GlobalAveragePooling1D(name="mean")(x, mask=mask)
-
-
-def make_model(gather):
-    """A Functional model from ids `(B, T)` to a logit for each letter.
-
-    Args:
-        gather: `attention` or `mean`, which makes one vector of T.
-    """
-    token_ids = keras.Input((None,), dtype="int32", name="token_ids")
-    mask = ops.not_equal(token_ids, PADDING)
-    x = TokenAndPositionEmbedding(VOCABULARY_SIZE, SEQUENCE_LENGTH, HIDDEN_DIM, name="embedding")(
-        token_ids
-    )
-    logits = keras.layers.Dense(len(LETTERS), name="answer")(gather(x, mask))
-    model = keras.Model(token_ids, logits)
-    model.compile(
-        optimizer=keras.optimizers.Adam(0.01),
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=["accuracy"],
-        jit_compile=True,
-    )
-    # Otherwise a model that is saved before it learned anything loads with a warning.
-    model.optimizer.build(model.trainable_variables)
-    return model
-
-
-def compute(epochs, seed, path):
-    """The lesson's numbers by name; the trained model is saved at `path`, nothing is printed."""
-    keras.utils.set_random_seed(seed)
-    random = np.random.default_rng(seed)
-    token_ids, places, _ = make_questions(TRAINING, random)
-    unseen_ids, unseen_places, unseen_lengths = make_questions(UNSEEN, random)
-    unseen = (unseen_ids, answers_to(unseen_ids, unseen_places))
-
-    model, control = make_model(attention), make_model(mean)
-    # A layer of a Functional model gives what it returned: here the pair of output and weights.
-    probe = keras.Model(model.input, model.get_layer("attention").output[1])
-
-    def shares():
-        """How much the question looks at each position, (UNSEEN, SEQUENCE_LENGTH)."""
-        return ops.convert_to_numpy(probe(unseen_ids))[:, 0, 0]
-
-    def share_on_answer():
-        return float(np.mean(shares()[np.arange(UNSEEN), 1 + unseen_places]))
-
-    def right(logits):
-        return float(np.mean(ops.convert_to_numpy(ops.argmax(logits, -1)) == unseen[1]))
-
-    share_before = share_on_answer()
-    histories = [
-        trained.fit(
-            token_ids,
-            answers_to(token_ids, places),
-            batch_size=64,
-            epochs=epochs,
-            validation_data=unseen,
-            verbose=0,
-        ).history
-        for trained in (model, control)
-    ]
-    logits = model(unseen_ids)
-    alone = np.empty_like(logits)
-    for length in range(SHORTEST, LONGEST + 1):
-        rows = unseen_lengths == length
-        alone[rows] = model(unseen_ids[rows, : 1 + length])
-
-    with whole_file(path) as part:
-        model.save(part)
-    reloaded = keras.models.load_model(path)
-
-    word = np.array([FIRST_LETTER + LETTERS.index(letter) for letter in WORD], "int32")
-    asked = np.array([[FIRST_QUESTION + place, *word] for place in range(len(WORD))], "int32")
-    shown = [np.bincount(row[row != PADDING]).max() for row in unseen_ids[:, 1:]]
-    return {
-        "seed": seed,
-        "epochs": epochs,
-        "device": ran_on(logits),
-        "weight_count": model.count_params(),
-        "chance": 1 / len(LETTERS),
-        "best_without_question": float(np.mean(shown / unseen_lengths)),
-        "losses": histories[0].get("loss", []),
-        "accuracies": histories[0].get("val_accuracy", []),
-        "control_accuracies": histories[1].get("val_accuracy", []),
-        "accuracy": right(logits),
-        "control_accuracy": right(control(unseen_ids)),
-        "share_on_answer_before": share_before,
-        "share_on_answer": share_on_answer(),
-        "word_seen_in_training": bool(np.any(np.all(token_ids[:, 1:] == word, axis=1))),
-        "word_answers": [
-            LETTERS[index] for index in ops.convert_to_numpy(ops.argmax(model(asked), -1))
-        ],
-        "weights": ops.convert_to_numpy(probe(asked))[:, 0, 0],
-        "padded_share": float(np.mean(unseen_lengths < LONGEST)),
-        "weight_on_padding": float(np.max(shares()[unseen_ids == PADDING])),
-        "difference_without_padding": float(np.max(np.abs(logits - alone))),
-        "difference_after_reload": float(np.max(np.abs(logits - reloaded(unseen_ids)))),
-    }
-
-
-def tell(numbers, output):
-    """Print the lesson; each sentence about a number is made from that number."""
     output.print("[bold cyan]Lesson 07: attention layers in a Keras model[/]")
     output.print(
-        "The layers are Keras layers: they stand between others in a Functional model, and compile, "
-        "fit, save and load work as ever. This model learns to look where a question points."
+        "The layers are Keras layers: put them among others in a Functional model, and compile, fit, "
+        "save and load work as usual. This model learns to look where a question points."
     )
+    training, validation = make_questions(TRAINING, random), make_questions(VALIDATION, random)
+    model, control = make_model(attention), make_model(mean)
+    # It shares the layers of `model` and returns the weights of the question on all positions, (B, T).
+    weights_of = keras.Model(model.input, model.get_layer("attention").output[1][:, 0, 0])
 
-    section(output, "1. The task: which letter stands at this place?")
-    example = f"{WORD.index('d') + 1}? {' '.join(WORD)}"
-    output.print(f"    {example}    answer: d\n", style="bold", highlight=False)
-    output.print(
-        f"{TRAINING} random questions with {SHORTEST} to {LONGEST} letters of {len(LETTERS)} to learn "
-        f"from, {UNSEEN} others to test. Guessing is right in {numbers['chance']:.1%}; whoever "
-        "knows the letters but not the question, and names the one that stands most often, is right in "
-        f"{numbers['best_without_question']:.1%}."
-    )
-
-    section(output, "2. The model")
-    print_columns(
-        output,
-        ("layer", "gives", "what for"),
-        [
-            ("TokenAndPositionEmbedding", f"(B, T, {HIDDEN_DIM})", "which letter, and where"),
-            ("ScaledSelfAttention", f"(B, T, {HIDDEN_DIM})", "the question looks at the letters"),
-            ("[:, 0]", f"(B, {HIDDEN_DIM})", "what the question gathered"),
-            ("keras.layers.Dense", f"(B, {len(LETTERS)})", "a logit for each letter"),
-        ],
-        "lll",
-    )
-    output.print(
-        f"{numbers['weight_count']} weights, compile(jit_compile=True), on {numbers['device']}. Beside "
-        "it learns a model that has a mean of all positions in place of attention."
-    )
-    tell_learning(numbers, output)
-    tell_looking(numbers, output)
-    tell_padding_and_saving(numbers, output)
-
-
-def tell_learning(numbers, output):
-    epochs = numbers["epochs"]
-    section(output, "3. Learning", "How many of the unseen questions are answered right?")
-    # At most eleven rows, the last among them.
-    shown = sorted({round(index * epochs / 10) for index in range(1, 11)}) if epochs > 10 else None
-    if epochs:
-        print_columns(
-            output,
-            ("epoch", "loss", "attention", "mean instead"),
-            [
-                (
-                    str(epoch),
-                    f"{numbers['losses'][epoch - 1]:.4f}",
-                    f"{numbers['accuracies'][epoch - 1]:.1%}",
-                    f"{numbers['control_accuracies'][epoch - 1]:.1%}",
-                )
-                for epoch in shown or range(1, epochs + 1)
-            ],
-            "rrrr",
-        )
-    accuracy, without = numbers["accuracy"], numbers["best_without_question"]
-    point(
-        output,
-        f"With attention {accuracy:.1%} are right, with the mean {numbers['control_accuracy']:.1%}; "
-        f"to expect are {without:.1%} without the question, {numbers['chance']:.1%} by guessing.",
-    )
-    point(output, verdict(accuracy, without))
-
-
-def verdict(accuracy, without):
-    """Whether more is right than a model that does not read the question could get by luck."""
-    # Three standard errors of a share of UNSEEN questions.
-    luck = 3 * (without * (1 - without) / UNSEEN) ** 0.5
-    if accuracy > without + luck:
-        return "So it reads the question, and finds the letter it points at."
-    return "So it has not learned to use the question; give it more --epochs."
-
-
-def tell_looking(numbers, output):
-    weights = numbers["weights"]
-    seen = "was among" if numbers["word_seen_in_training"] else "was not among"
-    section(
-        output,
-        "4. What it looks at",
-        f"The weights of the question (row) on itself and on the letters of '{WORD}', which {seen} "
-        "what it learned from:",
-    )
-    print_matrix(
-        output,
-        weights,
-        [f"{place + 1}?" for place in range(len(WORD))],
-        ["?", *WORD],
-        "{:.0%}",
-        extra=("answer", numbers["word_answers"]),
-        bold=True,
-    )
-    on_diagonal = int(np.sum(np.argmax(weights, axis=1) == 1 + np.arange(len(WORD))))
-    right = sum(given == letter for given, letter in zip(numbers["word_answers"], WORD, strict=True))
-    point(
-        output,
-        f"{on_diagonal} of {len(WORD)} questions look most at the place they name, and {right} answers "
-        "are right."
-        + (
-            f" {len(WORD) - len(set(WORD))} letters stand twice: it finds the place, not the letter."
-            if on_diagonal == len(WORD)
-            else ""
-        ),
-    )
-    point(
-        output,
-        f"Over all {UNSEEN} unseen questions {numbers['share_on_answer']:.1%} of the attention is on "
-        f"the letter asked for; before training it was {numbers['share_on_answer_before']:.1%}.",
-    )
-
-
-def tell_padding_and_saving(numbers, output):
-    section(output, "5. Padding is not seen")
-    output.print(
-        f"{numbers['padded_share']:.0%} of the unseen questions are shorter than the batch and padded; "
-        "`mask=` tells the layer where."
-    )
-    point(
-        output,
-        f"Largest weight on a padded position: {numbers['weight_on_padding']:g}. Largest difference "
-        f"between the logits in the padded batch and without padding: "
-        f"{numbers['difference_without_padding']:.2g}.",
-    )
-
-    section(output, "6. Save and load")
-    difference = numbers["difference_after_reload"]
-    point(
-        output,
-        "model.save and keras.models.load_model: largest difference between the logits "
-        f"{difference:.2g}" + (", the same model." if difference == 0 else "."),
-    )
-
+    numbers = {"seed": options.seed, "epochs": options.epochs}
+    numbers |= show_task(output, validation)
+    numbers |= show_model(output, model, weights_of, validation)
+    numbers |= show_learning(output, model, control, training, validation, options.epochs)
+    numbers |= show_looking(output, model, weights_of, training, validation)
+    numbers |= show_padding(output, model, weights_of, validation)
+    numbers |= show_loading(output, model, validation)
     section(
         output,
         "The point",
@@ -356,6 +73,227 @@ def tell_padding_and_saving(numbers, output):
         f"right, and {numbers['control_accuracy']:.0%} without. Its weights show where it looks: "
         f"{numbers['share_on_answer']:.0%} of the attention is on the letter asked for.",
     )
+    write_file(output, "Model", options.save, model.save)
+    if options.plot is not None:
+        title = f"Which letter of \u201c{WORD}\u201d does each question look at?"
+        figure = plot_attention(numbers["weights"], QUESTIONS, ["?", *WORD], title=title)
+        write_picture(output, options.plot, figure.savefig)
+    write_numbers(output, options.json, numbers)
+
+
+def parse(argv):
+    parser = lesson_parser(
+        "Attention layers in a Functional Keras model that learns in seconds where to look.",
+        plot="draw what each question looks at, as a heat map",
+    )
+    parser.add_argument(
+        "--epochs", type=int, default=8, metavar="N", help="passes over the examples (default 8)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=7, metavar="N", help="seed of examples and weights (default 7)"
+    )
+    parser.add_argument("--save", metavar="FILE.keras", help="keep the trained model there")
+    options = parse_lesson(parser, argv)
+    check_count("--epochs", options.epochs)
+    check_count("--seed", options.seed, at_most=2**32 - 1)
+    check_file("--save", options.save, suffixes=(".keras",))
+    return options
+
+
+def make_questions(count, random):
+    """Token ids `(count, SEQUENCE_LENGTH)`: a question, its letters, and padding on the right."""
+    lengths = random.integers(SHORTEST, LONGEST + 1, count)
+    places = 1 + random.integers(0, lengths)
+    letters = random.integers(1, len(LETTERS) + 1, (count, LONGEST))
+    letters = np.where(np.arange(LONGEST) < lengths[:, None], letters, PADDING)
+    return np.concatenate([(len(LETTERS) + places)[:, None], letters], axis=1).astype("int32")
+
+
+def places_in(token_ids):
+    """The position of the letter that each question asks for; the question itself is at 0."""
+    return token_ids[:, 0] - len(LETTERS)
+
+
+def answers_to(token_ids):
+    """The index in LETTERS of the letter at that position."""
+    return token_ids[np.arange(len(token_ids)), places_in(token_ids)] - 1
+
+
+def lengths_of(token_ids):
+    """The number of letters after each question."""
+    return np.sum(token_ids[:, 1:] != PADDING, axis=1)
+
+
+def best_without_question(token_ids):
+    """The accuracy, on average, of naming the most frequent letter of each question."""
+    most_frequent = [np.bincount(row[row != PADDING]).max() for row in token_ids[:, 1:]]
+    return np.mean(most_frequent / lengths_of(token_ids))
+
+
+def show_task(output, validation):
+    chance, best = 1 / len(LETTERS), best_without_question(validation)
+    section(output, "1. The task: which letter is at this place?")
+    output.print("    4? h e a d a c h e    answer: d\n", style="bold", highlight=False)
+    output.print(
+        f"{TRAINING} random questions to train on and {VALIDATION} for validation, each with "
+        f"{SHORTEST} to {LONGEST} letters out of {len(LETTERS)}. Guessing gets {chance:.1%} right; "
+        f"naming the most frequent letter, without reading the question, {best:.1%}."
+    )
+    return {"chance": chance, "best_without_question": best}
+
+
+def attention(x, mask):
+    """What the question, at position 0, gathers from the letters, `(B, HIDDEN_DIM)`."""
+    layer = ScaledSelfAttention(head_dim=HIDDEN_DIM, name="attention")
+    attended, _ = layer(x, mask=mask, return_attention_scores=True)
+    return attended[:, 0]
+
+
+def mean(x, mask):
+    """The same without attention: the mean of all positions."""
+    return keras.layers.GlobalAveragePooling1D()(x, mask=mask)
+
+
+def make_model(gather):
+    """A model from token ids `(B, T)` to a logit for each letter; `gather` is one of these two."""
+    token_ids = keras.Input((None,), dtype="int32", name="token_ids")
+    mask = ops.not_equal(token_ids, PADDING)
+    x = TokenAndPositionEmbedding(VOCABULARY_SIZE, SEQUENCE_LENGTH, HIDDEN_DIM)(token_ids)
+    logits = keras.layers.Dense(len(LETTERS))(gather(x, mask))
+    model = keras.Model(token_ids, logits)
+    model.compile(
+        optimizer=keras.optimizers.Adam(0.01),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+        jit_compile=True,
+    )
+    # Otherwise a model saved before any training (--epochs 0) loads with a warning.
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def show_model(output, model, weights_of, validation):
+    section(output, "2. The model")
+    rows = [
+        ("TokenAndPositionEmbedding", f"(B, T, {HIDDEN_DIM})", "which letter, and where"),
+        ("ScaledSelfAttention", f"(B, T, {HIDDEN_DIM})", "the question looks at the letters"),
+        ("[:, 0]", f"(B, {HIDDEN_DIM})", "what the question gathered"),
+        ("keras.layers.Dense", f"(B, {len(LETTERS)})", "a logit for each letter"),
+    ]
+    print_columns(output, ("layer", "gives", "what for"), rows, "lll")
+    count, weights = model.count_params(), weights_of(validation)
+    share, device = share_on_answer(weights.numpy(), validation), ran_on(weights)
+    output.print(
+        f"{count} weights, compile(jit_compile=True), on {device}. Before training {share:.1%} of the "
+        "attention is on the letter asked for. For comparison, a second model takes the mean of all "
+        "positions in place of attention."
+    )
+    return {"weight_count": count, "device": device, "share_on_answer_before": share}
+
+
+def share_on_answer(weights, token_ids):
+    """How much of the attention is on the letter asked for, on average over the questions."""
+    return np.mean(weights[np.arange(len(token_ids)), places_in(token_ids)])
+
+
+def show_learning(output, model, control, training, validation, epochs):
+    section(output, "3. Learning", "How many of the validation questions are answered right?")
+    answers = answers_to(validation)
+    settings = dict(batch_size=64, epochs=epochs, validation_data=(validation, answers), verbose=0)
+    history = model.fit(training, answers_to(training), **settings).history
+    control_history = control.fit(training, answers_to(training), **settings).history
+    numbers = {
+        "losses": history.get("loss", []),
+        "accuracies": history.get("val_accuracy", []),
+        "control_accuracies": control_history.get("val_accuracy", []),
+    }
+    table = list(zip(range(1, epochs + 1), *numbers.values(), strict=True))
+    # At most ten epochs, the last among them.
+    table = table[:: -max(1, math.ceil(epochs / 10))][::-1]
+    rows = [(f"{epoch}", f"{loss:.4f}", *map("{:.1%}".format, rates)) for epoch, loss, *rates in table]
+    print_columns(output, ("epoch", "loss", "attention", "mean instead"), rows, "rrrr")
+    accuracy = np.mean(np.argmax(model(validation), axis=-1) == answers)
+    control_accuracy = np.mean(np.argmax(control(validation), axis=-1) == answers)
+    best = best_without_question(validation)
+    point(
+        output,
+        f"With attention {accuracy:.1%} are right, with the mean {control_accuracy:.1%}; naming the "
+        f"most frequent letter would get {best:.1%} right.",
+    )
+    return numbers | {"accuracy": accuracy, "control_accuracy": control_accuracy}
+
+
+def show_looking(output, model, weights_of, training, validation):
+    word = [1 + LETTERS.index(letter) for letter in WORD]
+    asked = np.array([[len(LETTERS) + place, *word] for place in range(1, 1 + len(WORD))], "int32")
+    weights = weights_of(asked).numpy()
+    answers = [LETTERS[index] for index in np.argmax(model(asked), axis=-1)]
+    section(
+        output,
+        "4. What it looks at",
+        f"The weights of the question (row) on itself and on the letters of '{WORD}', which was not "
+        "among the training questions:",
+    )
+    print_matrix(output, weights, QUESTIONS, ["?", *WORD], "{:.0%}", "", ("answer", answers), bold=True)
+    found = np.sum(np.argmax(weights, axis=1) == places_in(asked))
+    right = sum(given == letter for given, letter in zip(answers, WORD, strict=True))
+    point(
+        output,
+        f"{found} of 8 questions look most at the place they name, and {right} answers are right.",
+    )
+    if found == len(WORD):
+        point(output, "It finds the place, not the letter: a, e and h each appear twice.")
+    share = share_on_answer(weights_of(validation).numpy(), validation)
+    point(
+        output,
+        f"Over all validation questions {share:.1%} of the attention is on the letter asked for.",
+    )
+    return {
+        "word_seen_in_training": np.any(np.all(training[:, 1:] == word, axis=1)),
+        "word_answers": answers,
+        "weights": weights,
+        "share_on_answer": share,
+    }
+
+
+def show_padding(output, model, weights_of, validation):
+    lengths, logits = lengths_of(validation), model(validation).numpy()
+    alone = np.empty_like(logits)
+    for length in range(SHORTEST, LONGEST + 1):
+        rows = lengths == length
+        alone[rows] = model(validation[rows, : 1 + length])
+    padded = np.mean(lengths < LONGEST)
+    weight = np.max(weights_of(validation).numpy()[validation == PADDING])
+    difference = np.max(np.abs(logits - alone))
+    section(
+        output,
+        "5. Padding is not seen",
+        f"{padded:.0%} of the validation questions are shorter than the batch and padded; `mask=` "
+        "tells the layer where.",
+    )
+    point(
+        output,
+        f"Largest weight on a padded position: {weight:g}. Largest difference between the logits "
+        f"with and without padding: {difference:.2g}.",
+    )
+    return {
+        "padded_share": padded,
+        "weight_on_padding": weight,
+        "difference_without_padding": difference,
+    }
+
+
+def show_loading(output, model, validation):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.keras")
+        model.save(path)
+        loaded = keras.models.load_model(path)
+    difference = np.max(np.abs(model(validation) - loaded(validation)))
+    section(output, "6. Save and load")
+    point(
+        output, f"After model.save and keras.models.load_model the logits differ by {difference:.2g}."
+    )
+    return {"difference_after_reload": difference}
 
 
 if __name__ == "__main__":
