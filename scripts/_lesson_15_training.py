@@ -25,48 +25,48 @@ def limits(forward, tables, output):
     pairs = np.array(list(itertools.product(ids, ids)), "int32")
     stages = forward(tf.constant(pairs))
     logits, attended, next_ids = (stages[name].numpy() for name in ("logits", "attended", "next_id"))
-    answers = collections.Counter(VOCABULARY[index] for index in next_ids).most_common()
-    columns = tables["w_vocab"].T  # (V, D)
-    sums, numbers = columns.sum(axis=1), attended.mean(axis=-1)  # (V,), (V * V, 2)
-    best, worst, negative = np.argmax(sums), np.argmin(sums), numbers[:, -1] < 0
-    last_ids = sorted(set(pairs[negative, -1].tolist()))
-    equal = [two for two in itertools.combinations(ids, 2) if np.array_equal(*columns[list(two)])]
-    ((left, right),) = equal
-    spread = np.max(np.ptp(attended, axis=-1))
+    # An attended vector holds one number throughout: (V * V, 2).
+    columns, numbers = tables["w_vocab"].T, attended.mean(axis=-1)
+    sums, spread = columns.sum(axis=1), np.max(np.ptp(attended, axis=-1))
     residual = np.max(np.abs(logits - numbers[..., None] * sums))
-    difference = np.max(np.abs(logits[..., left] - logits[..., right]))
     q, k, v = (tables[name][0, 0] for name in ("w_q", "w_k", "w_v"))
     section(
         output,
         "8. What these weights cannot do",
-        f"W_Q, W_K and W_V hold one number each ({q:g}, {k:g}, {v:g}), so all {len(columns[0])} entries "
-        "of an attended vector are equal. A row of logits is then that one number times the column sums "
-        "of the vocabulary projection.",
+        f"W_Q, W_K and W_V hold one number each ({q:g}, {k:g}, {v:g}), so all {len(columns[0])} "
+        "entries of an attended vector are equal. A row of logits is then that one number times the "
+        "column sums of the vocabulary projection.",
     )
     point(
         output,
         f"Over all {len(pairs)} prompts of two words, an attended vector's entries differ by at most "
         f"{spread:.1g}, and the logits from number times column sum by at most {residual:.1g}.",
     )
-    highest, lowest = f"'{VOCABULARY[best]}'", f"'{VOCABULARY[worst]}'"
+
+    best, worst, negative = np.argmax(sums), np.argmin(sums), numbers[:, -1] < 0
+    high, low = f"'{VOCABULARY[best]}'", f"'{VOCABULARY[worst]}'"
     point(
         output,
-        f"The largest column sum is that of {highest} ({sums[best]:.1f}), the smallest that of {lowest} "
-        f"({sums[worst]:.1f}): where the number is positive the answer is {highest}, where it is "
-        f"negative {lowest}, and no other word can come.",
+        f"The largest column sum is that of {high} ({sums[best]:.1f}), the smallest that of {low} "
+        f"({sums[worst]:.1f}): where the number is positive the answer is {high}, where it is negative "
+        f"{low}, and no other word can come.",
     )
-    counts = ", ".join(f"{count} times '{word}'" for word, count in answers)
+    answers = collections.Counter(VOCABULARY[index] for index in next_ids).most_common()
+    counts = " and ".join(f"'{word}' {count} times" for word, count in answers)
+    last_ids = sorted(set(pairs[negative, -1].tolist()))
     last = " or ".join(f"'{VOCABULARY[index]}'" for index in last_ids)
-    point(
-        output, f"The answers are {counts}. The number is negative only where the last word is {last}."
-    )
-    times = collections.Counter(sums.round(4).tolist())
-    shared = sum(count for count in times.values() if count > 1)
+    point(output, f"The answer is {counts}; the number is negative only if the last word is {last}.")
+
+    repeated = collections.Counter(sums.round(4).tolist()).values()
+    shared = sum(count for count in repeated if count > 1)
+    equal = [two for two in itertools.combinations(ids, 2) if np.array_equal(*columns[list(two)])]
+    ((left, right),) = equal
+    difference = np.max(np.abs(logits[..., left] - logits[..., right]))
     point(
         output,
-        f"{shared} of the {len(sums)} words share their column sum, and so but for rounding their logit, "
-        f"with another. For '{VOCABULARY[left]}' and '{VOCABULARY[right]}' the whole columns are equal: "
-        f"their logits differ by at most {difference:.1g}.",
+        f"{shared} of the {len(sums)} words share their column sum with another word, and so, but for "
+        f"rounding, their logit. '{VOCABULARY[left]}' and '{VOCABULARY[right]}' have equal columns "
+        f"outright: their logits differ by at most {difference:.1g}.",
     )
     return {
         "count": len(pairs),
@@ -88,7 +88,7 @@ def training(model, tokenizer, token_ids, output):
         output,
         "9. Training: the same model learns",
         f"{len(SENTENCES)} sentences, in which each word predicts the next; padding after the shorter "
-        f"ones does not count. {STEPS} steps of Adam, each down the gradient of the loss on all of them:",
+        f"ones does not count. {STEPS} steps of Adam, each on all of them, compiled:",
     )
     for sentence in SENTENCES:
         output.print(f"    {sentence}")
@@ -103,9 +103,8 @@ def training(model, tokenizer, token_ids, output):
     point(output, f"No model can go below {least:.3f}: some beginnings continue in more than one way.")
     prompt = tokenizer.decode(token_ids)
     point(output, f"With the likeliest word each time, '{prompt}' becomes '{trained['text']}'.")
-    point(
-        output, f"Given two words, it completes {completed(trained)} of the {len(SENTENCES)} sentences."
-    )
+    whole = f"{completed(trained)} of the {len(SENTENCES)} sentences"
+    point(output, f"Given the first two words, it completes {whole}.")
     for beginning, text in zip(trained["beginnings"], trained["texts"], strict=True):
         if text not in SENTENCES:
             point(output, f"After '{beginning}' it writes '{text}'.")
@@ -180,20 +179,19 @@ def constant_start(trained, tokenizer, token_ids, output):
     print_columns(output, ("after training", "from constants", "from random"), rows, "lrr")
     point(
         output,
-        f"Columns of W_Q still differ by at most {rows[0][1]} and of W_K by {rows[1][1]}: queries and keys "
-        "meet only each other, so equal columns get gradients that are equal but for rounding. Those of "
-        "W_V came apart, since the rows of the vocabulary projection differ.",
+        f"The columns of W_Q differ by at most {rows[0][1]}, those of W_K by at most {rows[1][1]}: "
+        "queries and keys meet only each other, so equal columns get equal gradients, but for "
+        "rounding, which training may magnify. Those of W_V came apart, since the rows of the "
+        "vocabulary projection differ.",
     )
     rank, full = trained["rank_of_scores"], other["rank_of_scores"]
-    point(
-        output,
-        f"So W_Q W_K^T has rank {rank}, not {full}: the head works like one of {rank}, not {full}.",
-    )
+    heads = f"a head of {full} that works like a head of {rank}"
+    point(output, f"So W_Q W_K^T, which scores pairs of words, has rank {rank}, not {full}: {heads}.")
     ratio = trained["losses"][early] / other["losses"][early]
     point(
         output,
-        f"After {early} steps the loss is {ratio:.1f} times that of the random start; after {STEPS} it is "
-        f"{trained['losses'][-1]:.3f}, and {other['losses'][-1]:.3f} from the random start.",
+        f"After {early} steps the loss is {ratio:.1f} times that of the random start; after {STEPS}, "
+        f"{trained['losses'][-1]:.3f} against {other['losses'][-1]:.3f}.",
     )
     return other
 

@@ -62,8 +62,7 @@ def main(argv=None):
     output.print("[bold cyan]Lesson 15: an autoregressive language model[/]")
     output.print("It reads a text and says how likely each word is to come next.")
     output.print("Append the likeliest word, ask again, and it writes.")
-    path = "text -> ids -> vectors -> causal attention -> logits -> next word"
-    output.print(f"\n    {path}\n", style="bold")
+    output.print("\n    text -> ids -> vectors -> causal attention -> logits -> word\n", style="bold")
     forward = make_forward(model, options.mode)
     device = ran_on(forward(tf.constant([token_ids]))["logits"])
     output.print(f"Computed by CausalLM, {MODES[options.mode]}, on {device}.")
@@ -72,7 +71,7 @@ def main(argv=None):
     first = look(forward, token_ids)
     numbers = {"mode": options.mode, "device": device, **tables, "first_pass": first}
     numbers |= ids(options.prompt, tokenizer, output)
-    numbers |= vectors(model, tables, first, output)
+    numbers |= vectors(tables, first, output)
     numbers["change_of_earlier_logits"] = attention(forward, first, output)
     next_word(tables["w_vocab"], first, output)
     numbers["temperatures"] = temperature(first, output)
@@ -141,9 +140,9 @@ def ids(prompt, tokenizer, output):
     return {"prompt": prompt, "vocab": tokenizer.vocabulary, "end_id": tokenizer.end_id}
 
 
-def vectors(model, tables, first, output):
+def vectors(tables, first, output):
     tokens, positions = tables["embedding_table"], tables["position_embeddings"]
-    words, width = words_of(first["ids"]), range(model.embedding.hidden_dim)
+    words, width = words_of(first["ids"]), range(tokens.shape[1])
     section(output, "2. Ids to vectors", f"An id picks a row of the embedding table, {tokens.shape}.")
     print_matrix(output, first["token_embeds"], words, width, "{:.2f}", "token")
     output.print(
@@ -156,7 +155,7 @@ def vectors(model, tables, first, output):
     print_matrix(output, first["x"], words, width, "{:.2f}", "token")
     total = f"{first['token_embeds'][0, 0]:.2f} + {positions[0, 0]:.2f} = {first['x'][0, 0]:.2f}"
     point(output, f"First number of '{words[0]}': {total}.")
-    return {"hidden_dim": len(width), "sequence_length": model.sequence_length}
+    return {"hidden_dim": len(width), "sequence_length": len(positions)}
 
 
 def attention(forward, first, output):
@@ -173,19 +172,21 @@ def attention(forward, first, output):
     else:  # Too wide for a line of 80.
         names = [f"{index} {word}" for index, word in enumerate(words)]
         print_matrix(output, 100 * weights, names, range(len(words)), "{:.0f}", "query \\ key, in %")
+    if len(words) == 1:
+        return None
     above = weights[np.triu_indices(len(words), 1)]
-    largest = np.max(above, initial=0.0)
-    point(output, f"Weights above the diagonal: {len(above)}; the largest is {largest:g}, exactly.")
+    largest = f"the largest of the {len(above)} weights above the diagonal"
+    point(output, f"Nobody looks ahead: {largest} is {above.max():g}, exactly.")
     # Each word of the vocabulary in place of the last: (V, T).
     texts = np.tile(np.array(first["ids"], "int32"), (len(VOCABULARY), 1))
     before = forward(tf.constant(texts))["logits"]
     texts[:, -1] = np.arange(len(VOCABULARY))
-    changes = np.abs(forward(tf.constant(texts))["logits"] - before)[:, :-1]
-    change = float(np.max(changes)) if len(words) > 1 else None
+    after = forward(tf.constant(texts))["logits"]
+    change = float(np.max(np.abs(after - before)[:, :-1]))
     point(
         output,
         f"Put each of the {len(VOCABULARY)} words in place of '{words[-1]}': the logits of the words "
-        f"before it change by at most {change or 0:g}. So a text that grows need not be read again.",
+        f"before it change by at most {change:g}. So a text that grows need not be read again.",
     )
     return change
 
@@ -196,7 +197,7 @@ def next_word(kernel, first, output):
         output,
         "4. Logits, probabilities, the next word",
         f"The vocabulary projection, {kernel.shape}, gives each position a logit for each word: "
-        f"{first['logits'].shape}. The row of the last word, '{VOCABULARY[first['ids'][-1]]}', is about "
+        f"{first['logits'].shape}. The row of the last word, '{words_of(first['ids'])[-1]}', is about "
         "what comes next; a softmax turns it into probabilities. The likeliest:",
     )
     # Rounded, so that equal logits are in the order of their ids on every processor.
@@ -237,12 +238,12 @@ def temperature(first, output):
 def steps(model, tokenizer, forward, prompt_ids, options, output):
     section(output, "6. The loop that writes", "Each step predicts the next word and appends it:")
     token_ids, found, shapes = prompt_ids, {}, []
+    names = ("ids", "token_embeds", "x", "weights", "logits", "last_logits")
     while len(found) < options.steps and len(token_ids) < model.sequence_length:
         step = look(forward, token_ids)
         found[f"step_{len(found) + 1}"] = step
         word, prob = VOCABULARY[step["next_id"]], step["probs"][step["next_id"]]
         point(output, f"{tokenizer.decode(token_ids)} -> [bold]{word}[/] ({prob:.1%})")
-        names = ("ids", "token_embeds", "x", "weights", "logits", "last_logits")
         shapes.append([f"{len(found)}", *(f"{np.shape(step[name])}" for name in names), word])
         token_ids = [*token_ids, step["next_id"]]
         if step["next_id"] == tokenizer.end_id:
@@ -283,18 +284,13 @@ def loss(forward, tokenizer, output):
         f"In '{text}' each word predicts the next. The loss is the mean of -ln(probability) of the "
         "words that came.",
     )
-    came_probs = probs[range(len(targets)), targets]
     rows = [
-        (f"[bold cyan]{given}[/]", came, f"{prob:.2%}", f"{-np.log(prob):.4f}")
-        for given, came, prob in zip(words_of(inputs), words_of(targets), came_probs, strict=True)
+        (f"[bold cyan]{VOCABULARY[i]}[/]", VOCABULARY[j], f"{row[j]:.2%}", f"{-np.log(row[j]):.4f}")
+        for i, j, row in zip(inputs, targets, probs, strict=True)
     ]
     print_columns(output, ("after", "came", "probability", "-ln"), rows, "llrr")
-    size = len(VOCABULARY)
-    point(
-        output,
-        f"Loss {mean:.4f}. Guessing, with all {size} words equally likely, has ln {size} = "
-        f"{GUESSING:.4f}: the model is worse than guessing.",
-    )
+    guessing = f"guessing, which has ln {len(VOCABULARY)} = {GUESSING:.4f} (all words equally likely)"
+    point(output, f"Loss {mean:.4f}, which is worse than {guessing}.")
     found = {name: found[name] for name in ("ids", "x", "weights", "logits")}
     return {"train": {**found, "targets": targets, "probs": probs, "loss": mean}, "guessing": GUESSING}
 
