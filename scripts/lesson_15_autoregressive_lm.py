@@ -174,9 +174,10 @@ def attention(forward, first, output):
         print_matrix(output, 100 * weights, names, range(len(words)), "{:.0f}", "query \\ key, in %")
     if len(words) == 1:
         return None
-    above = weights[np.triu_indices(len(words), 1)]
-    largest = f"the largest of the {len(above)} weights above the diagonal"
-    point(output, f"Nobody looks ahead: {largest} is {above.max():g}, exactly.")
+    largest = weights[np.triu_indices(len(words), 1)].max()
+    point(
+        output, f"No word looks ahead: the largest weight above the diagonal is {largest:g}, exactly."
+    )
     # Each word of the vocabulary in place of the last: (V, T).
     texts = np.tile(np.array(first["ids"], "int32"), (len(VOCABULARY), 1))
     before = forward(tf.constant(texts))["logits"]
@@ -255,7 +256,7 @@ def steps(model, tokenizer, forward, prompt_ids, options, output):
     print_columns(output, headings, shapes, "rrrrrrrl")
     point(
         output,
-        f"{taken} of {options.steps} steps were taken; the loop ends early when it has written "
+        f"Steps taken: {taken} of {options.steps}. The loop ends early when it has written "
         f"'{VOCABULARY[tokenizer.end_id]}' or filled the model's {model.sequence_length} positions.",
     )
     limit, xla = min(options.steps, model.sequence_length), options.mode == "xla"
@@ -289,8 +290,8 @@ def loss(forward, tokenizer, output):
         for i, j, row in zip(inputs, targets, probs, strict=True)
     ]
     print_columns(output, ("after", "came", "probability", "-ln"), rows, "llrr")
-    guessing = f"guessing, which has ln {len(VOCABULARY)} = {GUESSING:.4f} (all words equally likely)"
-    point(output, f"Loss {mean:.4f}, which is worse than {guessing}.")
+    guessing = f"with all words equally likely it is ln {len(VOCABULARY)} = {GUESSING:.4f}"
+    point(output, f"Loss {mean:.4f}. That is worse than guessing: {guessing}.")
     found = {name: found[name] for name in ("ids", "x", "weights", "logits")}
     return {"train": {**found, "targets": targets, "probs": probs, "loss": mean}, "guessing": GUESSING}
 
