@@ -174,10 +174,8 @@ def attention(forward, first, output):
         print_matrix(output, 100 * weights, names, range(len(words)), "{:.0f}", "query \\ key, in %")
     if len(words) == 1:
         return None
-    largest = weights[np.triu_indices(len(words), 1)].max()
-    point(
-        output, f"No word looks ahead: the largest weight above the diagonal is {largest:g}, exactly."
-    )
+    above = weights[np.triu_indices(len(words), 1)].max()
+    point(output, f"No word looks ahead: the largest weight above the diagonal is {above:g}, exactly.")
     # Each word of the vocabulary in place of the last: (V, T).
     texts = np.tile(np.array(first["ids"], "int32"), (len(VOCABULARY), 1))
     before = forward(tf.constant(texts))["logits"]

@@ -132,7 +132,6 @@ def test_one_prompt_worked_out_by_hand(reference):
 
 def test_ids_and_vectors_are_said_as_they_are(numbers, text):
     assert numbers["vocab"] == ORACLE["vocab"]
-    assert numbers["vocab"].index("The") == 1 and numbers["vocab"].index("the") == 16
     assert "The model knows 20 words" in text
     assert "'The cat sat' is split at white space: its ids are [1, 2, 3]." in text
     assert "'The' (1) and 'the' (16) are two words." in text
@@ -140,7 +139,7 @@ def test_ids_and_vectors_are_said_as_they_are(numbers, text):
     assert "from the position table, (10, 8)." in text
     assert "First number of 'The': 0.90 + 0.00 = 0.90." in text
     np.testing.assert_allclose(
-        np.add(numbers["embedding_table"], 0)[[1, 2, 3]] + numbers["position_embeddings"][:3],
+        np.array(numbers["embedding_table"])[[1, 2, 3]] + numbers["position_embeddings"][:3],
         numbers["first_pass"]["x"],
         rtol=1e-6,
     )
@@ -167,9 +166,10 @@ def test_no_word_looks_ahead(numbers, text):
     weights = np.array(numbers["first_pass"]["weights"])
     assert np.all(weights[np.triu_indices(3, 1)] == 0.0)
     np.testing.assert_allclose(weights.sum(axis=1), 1.0, rtol=1e-6)
-    assert numbers["change_of_earlier_logits"] == 0.0
     assert "the largest weight above the diagonal is 0, exactly." in text
-    assert "the logits of the words before it change by at most 0." in text
+    change = numbers["change_of_earlier_logits"]
+    assert change < TOLERANCE
+    assert f"the logits of the words before it change by at most {change:g}." in text
 
 
 @pytest.mark.parametrize("prompt", ["a", " ".join(10 * ["sleeping"])])
@@ -293,9 +293,7 @@ def test_what_constant_weights_cannot_say_is_said_with_its_numbers(numbers, text
     assert "hold one number each (0.5, 0.3, 0.8), so all 8 entries" in text
     assert f"entries differ by at most {pairs['spread_of_attended']:.1g}, and the logits" in text
     assert f"times column sum by at most {pairs['residual']:.1g}." in text
-    assert (
-        "The largest column sum is that of 'bites' (3.9), the smallest that of '<eos>' (-4.4)" in text
-    )
+    assert "that of 'bites' (3.9), the smallest that of '<eos>' (-4.4): where the number" in text
     assert "The answer is 'bites' 380 times and '<eos>' 20 times" in text
     assert "the number is negative only if the last word is '<eos>'." in text
     assert "13 of the 20 words share their column sum with another word" in text
@@ -343,7 +341,7 @@ def test_training_brings_the_loss_below_guessing_and_writes_a_whole_sentence(num
     assert all(map(str.startswith, sentences, trained["beginnings"]))
     assert all(map(str.startswith, trained["texts"], trained["beginnings"]))
     missed = [written for written in trained["texts"] if written not in sentences]
-    # Five on one processor; two begin alike, so that no model that is sure of itself completes both.
+    # How many depends on how the processor rounds.
     assert len(missed) <= 2
     assert f"Given the first two words, it completes {6 - len(missed)} of the 6 sentences." in text
     assert all(f"it writes '{written}'." in text for written in missed)
@@ -357,6 +355,16 @@ def test_training_repeats_to_the_last_bit_and_the_last_loss_is_that_after_it(num
     # The last one is computed eagerly, and was by XLA as the first loss of a fourth step.
     assert losses[3] == pytest.approx(numbers["training"]["losses"][3], abs=TOLERANCE)
     assert len(losses) == 4
+
+
+def test_the_rank_is_that_of_queries_and_keys(monkeypatch):
+    model, tokenizer = lesson_training.random_model(), lesson_model.reference_model()[1]
+    model.blocks[0].key_kernel.assign(np.full((8, 8), 0.3))
+    monkeypatch.setattr(lesson_training, "train", lambda *_: [])
+    found = lesson_training.fit(model, tokenizer, [1, 2, 3])
+    assert found["rank_of_scores"] == 1
+    differences = found["column_differences"]
+    assert differences["k"] == 0.0 < min(differences["q"], differences["v"])
 
 
 def test_the_least_loss_worked_out_by_hand():
@@ -373,9 +381,8 @@ def test_a_constant_start_costs_rank_and_steps(numbers, text):
     rank = trained["rank_of_scores"]
     assert rank <= 4 < other["rank_of_scores"] == 8
     assert f"W_Q differ by at most {apart['q']:.3g}, those of W_K by at most {apart['k']:.3g}:" in text
-    assert (
-        f"W_V differ by at most {apart['v']:.3g} {of_other['v']:.3g} rank of W_Q W_K^T {rank} 8" in text
-    )
+    assert f"of W_V differ by at most {apart['v']:.3g} {of_other['v']:.3g} rank of" in text
+    assert f"rank of W_Q W_K^T {rank} 8 steps to fall below guessing" in text
     assert f"has rank {rank}, not 8: a head of 8 that works like a head of {rank}." in text
     losses, of_random = trained["losses"], other["losses"]
     assert losses[100] > 2 * of_random[100]
@@ -441,5 +448,5 @@ def test_the_script_runs_quietly_and_tells_of_another_prompt(tmp_path):
     assert numbers["generated"] == numbers["final_sequence"]
     assert f"wrote '{numbers['final_text']}'." in text
     assert f"'the brown dog' becomes '{numbers['training']['text']}'." in text
-    assert "The cat sat." not in text
+    assert "'The cat sat'" not in text
     assert [path.name for path in tmp_path.iterdir()] == ["numbers.json"]
