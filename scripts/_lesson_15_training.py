@@ -135,7 +135,7 @@ def fit(model, tokenizer, token_ids):
             letter: float(np.max(np.ptp(kernel, axis=1)))
             for letter, kernel in (("q", q), ("k", k), ("v", v))
         },
-        # A score is x (W_Q W_K^T) y: so many independent ways of comparing two tokens.
+        # A score is x (W_Q W_K^T) y: the rank counts its independent ways of comparing two tokens.
         "rank_of_scores": int(np.linalg.matrix_rank(q @ k.T)),
     }
 
