@@ -1,4 +1,4 @@
-"""The language model of lesson 15: with given weights, and trained on a few sentences.
+"""The language model of lesson 15: its weights, the model, and its training on a few sentences.
 
 It imports TensorFlow, so scripts import it inside `quiet_imports`.
 """
@@ -15,14 +15,14 @@ from keras_tinyattn import (
     make_train_step,
 )
 
-# A token's id is its place here.
+# A token's id is its position here.
 VOCABULARY = (
     *("<pad>", "The", "cat", "sat", "on", "mat", "dog", "bites", "man", "a"),
     *("is", "happy", "furry", "friendly", "brown", "and", "the", "with", "sleeping", "<eos>"),
 )
 HIDDEN_DIM = 8
 
-# (V, D): one row a token.
+# (V, D): a row for each token.
 TOKEN_EMBEDDINGS = (
     (0.1, 0.0, -0.1, 0.2, 0.3, 0.0, 0.1, -0.2),  # <pad>
     (0.9, 0.2, -0.4, 0.1, -0.1, 0.8, 0.3, 0.5),  # The
@@ -45,7 +45,7 @@ TOKEN_EMBEDDINGS = (
     (-0.1, -0.1, 0.5, 0.5, 0.2, 0.3, 0.1, 0.4),  # sleeping
     (-1.0, -1.0, -1.0, -1.0, -1.0, -1.0, -1.0, -1.0),  # <eos>
 )
-# (10, D): one row a position.
+# (10, D): a row for each position.
 POSITION_EMBEDDINGS = (
     (0.0, 0.1, 0.2, 0.0, 0.1, 0.2, 0.0, 0.1),
     (0.1, 0.2, 0.0, 0.1, 0.2, 0.0, 0.1, 0.2),
@@ -55,9 +55,9 @@ POSITION_EMBEDDINGS = (
     (0.25, 0.05, 0.15, 0.25, 0.05, 0.15, 0.25, 0.05),
     *[(0.0,) * HIDDEN_DIM] * 4,
 )
-# Each projection of attention is one number throughout.
+# Each kernel of attention, (D, D), is filled with one number.
 QUERY, KEY, VALUE = 0.5, 0.3, 0.8
-# (V, D): one row a token, which is a column of the vocabulary projection.
+# (V, D): a row for each token, which is its column of the vocabulary projection.
 VOCAB_COLUMNS = (
     (0.1, 0.0, -0.2, 0.3, 0.1, 0.2, -0.1, 0.0),  # <pad>
     (0.8, 0.2, 0.1, -0.1, 0.4, 0.3, 0.9, 0.1),  # The
@@ -94,42 +94,34 @@ STEPS = 400
 
 
 def reference_model():
-    """The model with the lesson's weights, and its tokenizer.
-
-    Returns:
-        A built `CausalLM` of 20 words, 10 positions and width 8, and a `WordTokenizer`.
-    """
+    """The model with the weights above, built, and its tokenizer."""
+    vocabulary_size, sequence_length = len(VOCABULARY), len(POSITION_EMBEDDINGS)
     model = CausalLM(
-        TokenAndPositionEmbedding(
-            len(VOCABULARY), len(POSITION_EMBEDDINGS), HIDDEN_DIM, name="embedding"
-        ),
+        TokenAndPositionEmbedding(vocabulary_size, sequence_length, HIDDEN_DIM, name="embedding"),
         [CausalSelfAttention(head_dim=HIDDEN_DIM, name="attention")],
-        VocabProjection(len(VOCABULARY), name="projection"),
+        VocabProjection(vocabulary_size, name="projection"),
         name="lesson_15",
     )
     model.build((None, None))
-    (attention,) = model.blocks
     model.embedding.token_embeddings.assign(TOKEN_EMBEDDINGS)
     model.embedding.position_embeddings.assign(POSITION_EMBEDDINGS)
-    for kernel, number in (
-        (attention.query_kernel, QUERY),
-        (attention.key_kernel, KEY),
-        (attention.value_kernel, VALUE),
-    ):
-        kernel.assign(tf.fill(kernel.shape, number))
+    (attention,) = model.blocks
+    attention.query_kernel.assign(tf.fill((HIDDEN_DIM, HIDDEN_DIM), QUERY))
+    attention.key_kernel.assign(tf.fill((HIDDEN_DIM, HIDDEN_DIM), KEY))
+    attention.value_kernel.assign(tf.fill((HIDDEN_DIM, HIDDEN_DIM), VALUE))
     model.projection.kernel.assign(tf.transpose(VOCAB_COLUMNS))
     return model, WordTokenizer(VOCABULARY)
 
 
 def training_rows(tokenizer):
-    """The sentences as ids, the ids that follow them, and where those are real: `(B, T)` each."""
+    """Inputs, the tokens that follow them, and a mask that is False at padding: `(B, T)` each."""
     token_ids, lengths = tokenizer.tokenize(tf.constant(SENTENCES))
     mask = tf.sequence_mask(lengths - 1, tf.shape(token_ids)[1] - 1)
     return token_ids[:, :-1], token_ids[:, 1:], mask
 
 
 def train(model, tokenizer, steps=STEPS):
-    """Fit the model to the sentences; each step sees all of them, so nothing is random.
+    """Train the model, each step on all sentences, so that nothing is random.
 
     Args:
         model: a built `CausalLM`; its weights are changed.

@@ -1,59 +1,58 @@
-"""Lesson 15 is right on every path, and says what its numbers say."""
+"""Lesson 15 is right on every path, and what it says is true of its numbers."""
 
-import importlib
+import collections
 import json
 import math
 import pathlib
 import subprocess
 import sys
+import types
 
+import _lesson_15_model as lesson_model
+import _lesson_15_training as lesson_training
+import lesson_15_autoregressive_lm as lesson
 import numpy as np
 import pytest
 import tensorflow as tf
+from _start import console
 
 TESTS = pathlib.Path(__file__).parent
-SCRIPTS = TESTS.parent / "scripts"
 ORACLE = json.loads((TESTS / "oracle" / "lesson_15.json").read_text())
 TOLERANCE = ORACLE["tolerance_abs_logits"]
 STAGES = ("token_embeds", "x", "weights", "logits", "last_logits", "probs")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _scripts_can_be_imported():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPTS))
-        yield
+@pytest.fixture
+def default(run_lesson):
+    return run_lesson("lesson_15_autoregressive_lm", "--plot", "{}/attention.png")
 
 
-def lesson():
-    return importlib.import_module("lesson_15_autoregressive_lm")
+@pytest.fixture
+def numbers(default):
+    return default.numbers
 
 
-def lesson_model():
-    return importlib.import_module("_lesson_15_model")
-
-
-@pytest.fixture(scope="module")
-def numbers():
-    return lesson().compute("The cat sat", steps=3, mode="graph")
+@pytest.fixture
+def text(default):
+    return default.text
 
 
 @pytest.fixture(scope="module")
 def reference():
-    model, tokenizer = lesson_model().reference_model()
-    return lesson().make_forward(model, "graph"), tokenizer
+    model, tokenizer = lesson_model.reference_model()
+    return model, tokenizer, lesson.make_forward(model, "graph")
 
 
 @pytest.fixture
-def told(capsys):
-    """What the lesson prints about these numbers, its line breaks and indents taken out."""
+def shown(capsys):
+    """A function that runs a section: what it returns, and what it prints without line breaks."""
 
-    def tell(numbers):
+    def show(section, *arguments):
         capsys.readouterr()
-        lesson().tell(numbers, importlib.import_module("_start").console())
-        return " ".join(capsys.readouterr().out.split())
+        found = section(*arguments, console())
+        return found, " ".join(capsys.readouterr().out.split())
 
-    return tell
+    return show
 
 
 def independent_logits(token_ids):
@@ -68,233 +67,258 @@ def independent_logits(token_ids):
     return weights @ (x @ tables["w_v"]) @ tables["w_vocab"]
 
 
-# The reference's model
+# The reference's values
 
 
 def test_the_model_has_the_reference_tables_to_the_last_bit(numbers):
     for name in ("embedding_table", "position_embeddings", "w_q", "w_k", "w_v", "w_vocab", "vocab"):
         np.testing.assert_array_equal(numbers[name], ORACLE[name], err_msg=name)
+    # The note is about the oracle, and the tolerance its own.
+    assert set(ORACLE) - set(numbers) == {"note", "tolerance_abs_logits"}
+    assert set(ORACLE["step_1"]) <= set(numbers["step_3"])
+
+
+def assert_is_step(found, expected):
+    assert found["ids"] == expected["ids"]
+    assert found["next_id"] == expected["next_id"]
+    assert found["next_id_type"] == "int32"
+    for stage in STAGES:
+        # The reference computed in float32 in another order.
+        np.testing.assert_allclose(found[stage], expected[stage], rtol=0, atol=TOLERANCE, err_msg=stage)
 
 
 @pytest.mark.parametrize("mode", ["xla", "graph", "eager"])
-def test_three_greedy_steps_give_the_reference_values_on_every_path(mode):
-    model, tokenizer = lesson_model().reference_model()
-    forward = lesson().make_forward(model, mode)
-    found = lesson().write(forward, tokenizer.encode("The cat sat"), 3, 10, tokenizer)
-    for name in ("step_1", "step_2", "step_3"):
-        step, expected = found[name], ORACLE[name]
-        assert step["ids"] == expected["ids"]
-        assert step["next_id"] == expected["next_id"]
-        for stage in STAGES:
-            # The reference computed in float32 in another order.
-            np.testing.assert_allclose(
-                step[stage], expected[stage], rtol=0, atol=TOLERANCE, err_msg=f"{name} {stage}"
-            )
-    assert found["final_sequence"] == ORACLE["final_sequence"]
-    assert found["final_text"] == ORACLE["final_text"]
+def test_every_path_gives_the_reference_values(mode):
+    forward = lesson.make_forward(lesson_model.reference_model()[0], mode)
+    for step in ("step_1", "step_2", "step_3"):
+        assert_is_step(lesson.look(forward, ORACLE[step]["ids"]), ORACLE[step])
 
 
-def test_the_loss_of_the_cat_sat_on_is_the_references(numbers):
-    for name in ("ids", "targets", "x", "weights", "logits", "probs", "loss"):
+def test_the_loop_writes_what_the_reference_and_generate_write(numbers, text):
+    for step in ("step_1", "step_2", "step_3"):
+        assert_is_step(numbers[step], ORACLE[step])
+    assert numbers["final_sequence"] == ORACLE["final_sequence"] == [1, 2, 3, 7, 7, 7]
+    assert numbers["final_text"] == ORACLE["final_text"] == "The cat sat bites bites bites"
+    assert numbers["generated"] == numbers["final_sequence"]
+    assert "The ids are [1, 2, 3, 7, 7, 7]. model.generate, the same loop in one graph" in text
+    assert "keeps the keys and values of what it has read, gives [1, 2, 3, 7, 7, 7]." in text
+    assert "The cat sat bites -> bites (60.9%)" in text
+    assert "2 (4,) (4, 8) (4, 8) (4, 4) (4, 20) (20,) bites" in text
+
+
+def test_the_loss_of_the_cat_sat_on_is_the_references(numbers, text):
+    for name in ORACLE["train"]:
         np.testing.assert_allclose(
             numbers["train"][name], ORACLE["train"][name], rtol=0, atol=TOLERANCE, err_msg=name
         )
-    assert numbers["guessing"] == pytest.approx(2.9957, abs=1e-4)
+    assert numbers["guessing"] == pytest.approx(math.log(20))
+    assert numbers["train"]["loss"] > numbers["guessing"]
+    assert "The cat 1.15% 4.4612 cat sat 3.06% 3.4853 sat on 2.44% 3.7120" in text
+    assert "Loss 3.8862. That is worse than guessing" in text
+    assert "with all words equally likely it is ln 20 = 2.9957." in text
 
 
 def test_one_prompt_worked_out_by_hand(reference):
-    forward, _ = reference
-    # '<eos>' is eight times -1, place 0 adds up to 0.7, and W_V is 0.8 throughout: 0.8 (-8 + 0.7).
-    stages = forward([[19]])
+    # '<eos>' is eight times -1, position 0 adds up to 0.7, and W_V is 0.8 throughout: 0.8 (-8 + 0.7).
+    stages = reference[2]([[19]])
     np.testing.assert_allclose(stages["attended"], np.full((1, 1, 8), -5.84), rtol=1e-6)
     # The column sums of 'bites' and '<eos>' are 3.9 and -4.4.
     np.testing.assert_allclose(stages["logits"][0, 0, 7], -5.84 * 3.9, rtol=1e-6)
     np.testing.assert_allclose(stages["logits"][0, 0, 19], -5.84 * -4.4, rtol=1e-6)
 
 
+# Ids, vectors, attention
+
+
+def test_ids_and_vectors_are_said_as_they_are(numbers, text):
+    assert numbers["vocab"] == ORACLE["vocab"]
+    assert "The model knows 20 words" in text
+    assert "'The cat sat' is split at white space: its ids are [1, 2, 3]." in text
+    assert "'The' (1) and 'the' (16) are two words." in text
+    assert "a row of the embedding table, (20, 8)." in text
+    assert "from the position table, (10, 8)." in text
+    assert "First number of 'The': 0.90 + 0.00 = 0.90." in text
+    np.testing.assert_allclose(
+        np.array(numbers["embedding_table"])[[1, 2, 3]] + numbers["position_embeddings"][:3],
+        numbers["first_pass"]["x"],
+        rtol=1e-6,
+    )
+
+
 @pytest.mark.parametrize("mode", ["xla", "graph", "eager"])
 def test_changing_a_token_never_changes_a_logit_before_it(mode):
     # Random projections: the constant ones see of a token no more than one number.
-    forward = lesson().make_forward(lesson().random_model(), mode)
+    forward = lesson.make_forward(lesson_training.random_model(), mode)
     before = np.tile(np.array([1, 2, 3, 4, 16, 5, 15, 9, 6, 19], "int32"), (20, 1))
     logits = forward(tf.constant(before))["logits"].numpy()
-    for place in range(10):
+    for position in range(10):
         after = before.copy()
-        after[:, place] = np.arange(20)
+        after[:, position] = np.arange(20)
         changed = forward(tf.constant(after))["logits"].numpy() != logits
-        assert not changed[:, :place].any(), place
+        assert not changed[:, :position].any(), position
         # All but the row whose token was put in its own place.
-        assert np.all(changed[:, place:].any(axis=(1, 2)) == (after[:, place] != before[:, place]))
+        assert np.all(
+            changed[:, position:].any(axis=(1, 2)) == (after[:, position] != before[:, position])
+        )
 
 
-def test_the_upper_triangle_is_exactly_zero(numbers, told):
-    assert np.all(numbers["step_1"]["weights"][np.triu_indices(3, 1)] == 0.0)
-    assert numbers["change_of_earlier_logits"] == 0.0
-    text = told(numbers)
-    assert "Above the diagonal stand 3 weights; the largest is 0, exactly." in text
-    leaky = numbers["first_pass"]["weights"].copy()
-    leaky[0, 2] = 1e-3
-    text = told(
-        numbers
-        | {"change_of_earlier_logits": 0.5, "first_pass": numbers["first_pass"] | {"weights": leaky}}
-    )
-    assert "the largest is 0.001: the future leaks in." in text
-    assert "change by at most 0.5. So the model sees what it has to foretell." in text
-
-
-# Ranking and temperature
-
-
-def test_logits_that_only_rounding_tells_apart_share_a_rank():
-    ranking = lesson().ranking
-    assert ranking(np.array([1.0, 3.0, 2.0])) == [[1], [2], [0]]
-    assert ranking(np.array([1.0, 3.0 + 4e-6, 1.0 - 4e-6, 3.0])) == [[1, 3], [0, 2]]
-    assert ranking(np.array([1.0, 1.0 + 1e-3])) == [[1], [0]]
-
-
-def test_no_printed_ranking_depends_on_rounding(numbers, told):
-    logits = numbers["first_pass"]["last_logits"]
-    expected = lesson().ranking(logits)
-    # By the column sums, in tenths: 39, then 31, then 30 twice, then 28 three times, then 27.
-    assert expected[:5] == [[7], [12], [6, 13], [3, 5, 11], [1, 4, 16]]
-    random = np.random.default_rng(0)
-    for _ in range(20):
-        noise = random.uniform(-2e-6, 2e-6, logits.shape).astype("float32")
-        assert lesson().ranking(logits + noise) == expected
-    text = told(numbers)
-    assert "1 bites 7 10.4641 61.12% 2 furry 12 8.3176 7.15% 3= dog 6 8.0493" in text
-    assert "3= friendly 13" in text
-
-
-def test_no_temperature_changes_the_likeliest_word_but_all_change_its_probability(numbers, told):
-    logits = np.array(ORACLE["step_1"]["last_logits"])
-    found = numbers["temperatures"]
-    assert [entry["next_id"] for entry in found] == [7] * len(lesson().TEMPERATURES)
-    for entry in found:
-        exponentials = np.exp((logits - logits.max()) / entry["temperature"])
-        share = exponentials[7] / exponentials.sum()
-        assert entry["prob"] == pytest.approx(share, abs=1e-6)
-        # Four standard errors of 1000 draws.
-        assert abs(entry["drawn_share"] - share) <= 4 * math.sqrt(share * (1 - share) / 1000)
-    assert "The likeliest is 'bites' at all 5 temperatures" in told(numbers)
-    changed = [*found[:-1], found[-1] | {"next_id": 2}]
-    assert "The likeliest changes: 2 words" in told(numbers | {"temperatures": changed})
-
-
-# Writing
-
-
-def test_the_spelled_out_loop_and_generate_agree(numbers, told):
-    assert list(numbers["generated"]) == numbers["final_sequence"] == [1, 2, 3, 7, 7, 7]
-    text = told(numbers)
-    assert "The cat sat bites bites bites" in text
-    assert "gives the same ids" in text
-    assert "gives other ids" in told(numbers | {"generated": [1, 2, 3, 7, 7, 2]})
-
-
-@pytest.mark.parametrize(
-    ("prompt", "steps", "final_text", "said"),
-    [
-        (
-            "The cat sat",
-            8,
-            "The cat sat" + 7 * " bites",
-            "fills all 10 positions of the model, so writing stops here: 7 of 8 steps were taken",
-        ),
-        (
-            "The cat sat",
-            7,
-            "The cat sat" + 7 * " bites",
-            "fills all 10 positions of the model, so writing stops here: 7 of 7 steps were taken",
-        ),
-        (" ".join(10 * ["a"]), 2, " ".join(10 * ["a"]), "0 of 2 steps were taken"),
-        ("a <eos>", 4, "a <eos> <eos>", "'<eos>' ends a text, so writing stops here, 3 steps early."),
-        ("The dog", 0, "The dog", "No step was asked for (--steps 0)."),
-    ],
-)
-def test_writing_ends_and_the_script_says_why(
-    prompt, steps, final_text, said, numbers, reference, capsys
-):
-    forward, tokenizer = reference
-    numbers = numbers | {"steps": steps}
-    numbers |= lesson().write(forward, tokenizer.encode(prompt), steps, 10, tokenizer)
-    assert numbers["final_text"] == final_text
-    capsys.readouterr()
-    lesson().tell_steps(numbers, importlib.import_module("_start").console())
-    text = " ".join(capsys.readouterr().out.split())
-    assert said in text
-    assert final_text in text
+def test_no_word_looks_ahead(numbers, text):
+    weights = np.array(numbers["first_pass"]["weights"])
+    assert np.all(weights[np.triu_indices(3, 1)] == 0.0)
+    np.testing.assert_allclose(weights.sum(axis=1), 1.0, rtol=1e-6)
+    assert "the largest weight above the diagonal is 0, exactly." in text
+    change = numbers["change_of_earlier_logits"]
+    assert change < TOLERANCE
+    assert f"the logits of the words before it change by at most {change:g}." in text
 
 
 @pytest.mark.parametrize("prompt", ["a", " ".join(10 * ["sleeping"])])
-def test_the_shortest_and_the_longest_prompt_are_told_without_a_cut(prompt, numbers, reference, told):
-    forward, tokenizer = reference
-    token_ids = tokenizer.encode(prompt)
-    first = lesson().look(forward, token_ids)
-    change = lesson().change_of_earlier_logits(forward, token_ids, 20)
-    text = told(numbers | {"prompt": prompt, "first_pass": first, "change_of_earlier_logits": change})
+def test_the_shortest_and_the_longest_prompt_fit_the_page(prompt, reference, shown):
+    model, tokenizer, forward = reference
+    first = lesson.look(forward, tokenizer.encode(prompt))
+    tables = dict(zip(lesson.TABLES, model.get_weights(), strict=True))
+    change, text = shown(lesson.attention, forward, first)
+    assert (change is None) == ("looks ahead" not in text) == (prompt == "a")
+    text += shown(lesson.vectors, tables, first)[1]
+    text += shown(lesson.next_word, tables["w_vocab"], first)[1]
     assert "\u2026" not in text
-    assert ("'a' has nobody to look at but itself" in text) == (prompt == "a")
 
 
-# What the weights cannot do
+# The next word and temperature
+
+
+def test_the_next_word_is_the_likeliest(numbers, text):
+    probs = np.array(numbers["first_pass"]["probs"])
+    assert numbers["first_pass"]["next_id"] == np.argmax(probs) == numbers["vocab"].index("bites")
+    assert probs.sum() == pytest.approx(1.0, abs=5e-5)
+    assert "All 20 probabilities add up to 100.00%." in text
+    assert "The next word is 'bites' (id 7), with 61.1%; guessing would give 5.0%." in text
+    assert "bites 7 10.4641 61.12% furry 12 8.3176 7.15% dog 6 8.0493 5.46% friendly 13" in text
+
+
+def test_the_order_of_equal_logits_does_not_depend_on_rounding(numbers, shown):
+    kernel = np.array(numbers["w_vocab"])
+    first = {name: np.array(value) for name, value in numbers["first_pass"].items()}
+    random = np.random.default_rng(0)
+    for _ in range(20):
+        noise = random.uniform(-2e-6, 2e-6, 20)
+        noisy = first | {"last_logits": first["last_logits"] + noise, "next_id": 7}
+        _, text = shown(lesson.next_word, kernel, noisy)
+        # By the column sums, in tenths: 39, 31, 30 twice, then 28 three times.
+        words = ("bites 7", "furry 12", "dog 6", "friendly 13", "sat 3", "mat 5", "happy 11")
+        places = [text.index(f" {word} ") for word in words]
+        assert places == sorted(places)
+
+
+def test_no_temperature_changes_the_likeliest_word_but_all_change_its_probability(numbers, text):
+    logits = np.array(ORACLE["step_1"]["last_logits"])
+    found = numbers["temperatures"]
+    assert [at["temperature"] for at in found] == [0.1, 0.5, 1.0, 2.0, 10.0]
+    assert [at["next_id"] for at in found] == 5 * [7]
+    for at in found:
+        exponentials = np.exp((logits - logits.max()) / at["temperature"])
+        share = exponentials[7] / exponentials.sum()
+        assert at["prob"] == pytest.approx(share, abs=1e-6)
+        # Four standard errors of 1000 samples.
+        assert abs(at["drawn_share"] - share) <= 4 * math.sqrt(share * (1 - share) / 1000)
+    assert "The likeliest is 'bites' at all 5 temperatures" in text
+    assert "its probability goes from 100.0% at 0.1 to 7.8% at 10." in text
+
+
+# The loop
+
+
+@pytest.mark.parametrize(
+    ("prompt", "steps", "final_text", "end", "said"),
+    [
+        ("The cat sat", 8, "The cat sat" + 7 * " bites", "room", "Steps taken: 7 of 8."),
+        ("The cat sat", 7, "The cat sat" + 7 * " bites", "room", "Steps taken: 7 of 7."),
+        (" ".join(10 * ["a"]), 2, " ".join(10 * ["a"]), "room", "Steps taken: 0 of 2."),
+        ("a <eos>", 4, "a <eos> <eos>", "end", "Steps taken: 1 of 4."),
+        ("The dog", 0, "The dog", "steps", "Steps taken: 0 of 0."),
+        ("The dog", 10**12, "The dog" + 8 * " bites", "room", "Steps taken: 8 of 1000000000000."),
+    ],
+)
+def test_the_loop_ends_at_an_end_or_at_the_last_position(
+    prompt, steps, final_text, end, said, reference, shown
+):
+    model, tokenizer, forward = reference
+    options = types.SimpleNamespace(steps=steps, mode="graph")
+    prompt_ids = tokenizer.encode(prompt)
+    found, text = shown(lesson.steps, model, tokenizer, forward, prompt_ids, options)
+    assert prompt_ids == tokenizer.encode(prompt)
+    assert found["final_text"] == final_text
+    assert found["end_of_writing"] == end
+    assert found["generated"].tolist() == found["final_sequence"]
+    assert said in text
+    assert "ends early when it has written '<eos>' or filled the model's 10 positions." in text
+    assert final_text in text
+    assert "\u2026" not in text
+
+
+# What the given weights cannot do
 
 
 def test_the_answers_to_all_two_word_prompts_are_those_of_an_independent_computation(numbers):
+    pairs = numbers["pairs"]
     logits = np.array([independent_logits([i, j]) for i in range(20) for j in range(20)])
-    np.testing.assert_array_equal(numbers["pairs"]["next_ids"], logits[:, -1].argmax(axis=-1))
-    assert numbers["pairs"]["count"] == 400
-    assert numbers["pairs"]["answers"] == {"bites": 380, "<eos>": 20}
+    np.testing.assert_array_equal(pairs["next_ids"], logits[:, -1].argmax(axis=-1))
     sums = np.array(ORACLE["w_vocab"]).sum(axis=0)
     factors = logits @ sums / (sums @ sums)
     # float32 against float64; the numbers reach 6.
-    np.testing.assert_allclose(numbers["pairs"]["factors"], factors, rtol=0, atol=2e-6)
+    np.testing.assert_allclose(pairs["factors"], factors, rtol=0, atol=2e-6)
+    negative = {n % 20 for n in range(400) if factors[n, -1] < 0}
+    assert pairs["last_ids_if_negative"] == sorted(negative) == [19]
 
 
-def test_what_constant_weights_cannot_say_is_shown_and_not_claimed(numbers, told):
+def test_what_constant_weights_cannot_say_is_said_with_its_numbers(numbers, text):
     pairs = numbers["pairs"]
-    assert pairs["sign_decides"]
-    assert pairs["spread_of_attended"] == 0.0
-    # The rounding of eight products of numbers up to 6 by numbers below 1.
-    assert 0.0 < pairs["residual"] < 1e-5
-    assert pairs["equal_columns"] == [(1, 16)]
-    # A product may add up its last columns in another order than those before.
+    # The rounding of sums of eight products of numbers up to 6 by numbers below 1, in any order.
+    assert pairs["spread_of_attended"] < 1e-5
+    assert pairs["residual"] < 1e-5
     assert pairs["difference_of_equal_logits"] < 1e-5
-    text = told(numbers)
-    assert "answered 380 times 'bites', 20 times '<eos>'." in text
-    assert "The number is negative only where the last word is '<eos>'." in text
-    assert "Columns 1 ('The') and 16 ('the') of the projection are equal" in text
-    assert "Loss 3.8862. Guessing, all 20 words alike, has ln 20 = 2.9957: the model is worse" in text
+    assert pairs["sign_decides"] is True
+    assert pairs["count"] == 400
+    assert pairs["answers"] == {"bites": 380, "<eos>": 20}
+    kernel = np.array(numbers["w_vocab"])
+    assert pairs["equal_columns"] == [[1, 16]]
+    np.testing.assert_array_equal(kernel[:, 1], kernel[:, 16])
+    shared = collections.Counter(np.round(pairs["column_sums"], 4).tolist())
+    assert sum(count for count in shared.values() if count > 1) == 13
+    logits = np.array(numbers["first_pass"]["last_logits"])
+    for column_sum in shared:
+        equal = logits[np.isclose(pairs["column_sums"], column_sum, rtol=0, atol=1e-4)]
+        assert np.ptp(equal) < 1e-5
 
-    # Where it is not so, the lesson does not say so.
-    random = lesson().random_model()
-    pairs = lesson().compute_pairs(lesson().make_forward(random, "graph"), numbers["w_vocab"])
-    assert pairs["residual"] > 0.1
-    assert not pairs["sign_decides"]
-    better = numbers | {"pairs": pairs, "train": numbers["train"] | {"loss": 2.5}}
-    text = told(better)
-    assert "but the sign of the number does not decide the answer" in text
-    assert "no other word can ever come" not in text
-    assert "the model is no worse than guessing" in text
+    assert "hold one number each (0.5, 0.3, 0.8), so all 8 entries" in text
+    assert f"entries differ by at most {pairs['spread_of_attended']:.1g}, and the logits" in text
+    assert f"times column sum by at most {pairs['residual']:.1g}." in text
+    assert "that of 'bites' (3.9), the smallest that of '<eos>' (-4.4): where the number" in text
+    assert "The answer is 'bites' 380 times and '<eos>' 20 times" in text
+    assert "the number is negative only if the last word is '<eos>'." in text
+    assert "13 of the 20 words share their column sum with another word" in text
+    difference = pairs["difference_of_equal_logits"]
+    assert "'The' and 'the' have equal columns outright" in text
+    assert f"their logits differ by at most {difference:.1g}." in text
 
 
 # Training
 
 
-def test_the_rows_to_learn_from_are_shifted_by_one_and_know_their_padding():
-    _, tokenizer = lesson_model().reference_model()
-    inputs, targets, mask = lesson_model().training_rows(tokenizer)
-    # "The man is happy <eos>", behind which the longest sentence leaves five of nine places.
+def test_the_training_rows_are_shifted_by_one_and_know_their_padding():
+    _, tokenizer = lesson_model.reference_model()
+    inputs, targets, mask = lesson_model.training_rows(tokenizer)
+    # "The man is happy <eos>", after which the longest sentence leaves five of nine positions.
     assert inputs[2].numpy().tolist() == [1, 8, 10, 11, 19, 0, 0, 0, 0]
     assert targets[2].numpy().tolist() == [8, 10, 11, 19, 0, 0, 0, 0, 0]
     assert mask[2].numpy().tolist() == [True] * 4 + [False] * 5
     ends = tf.boolean_mask(targets, mask) == tokenizer.end_id
-    assert int(tf.reduce_sum(tf.cast(ends, "int32"))) == len(lesson_model().SENTENCES)
+    assert int(tf.reduce_sum(tf.cast(ends, "int32"))) == len(lesson_model.SENTENCES)
 
 
 def test_the_loss_before_training_counts_real_words_only(numbers):
     vocabulary, losses = ORACLE["vocab"], []
-    for sentence in lesson_model().SENTENCES:
+    for sentence in lesson_model.SENTENCES:
         token_ids = [vocabulary.index(word) for word in sentence.split()]
         logits = independent_logits(token_ids[:-1])
         logsums = np.log(np.exp(logits).sum(axis=1))
@@ -302,77 +326,92 @@ def test_the_loss_before_training_counts_real_words_only(numbers):
     assert numbers["training"]["losses"][0] == pytest.approx(np.mean(losses), abs=TOLERANCE)
 
 
-def test_training_brings_the_loss_below_guessing_and_writes_a_whole_sentence(numbers, told):
-    trained = numbers["training"]
-    assert trained["losses"][0] > numbers["guessing"] > 1.0 > trained["losses"][-1]
-    assert len(trained["losses"]) == lesson_model().STEPS + 1
-    assert trained["losses"][-1] > numbers["least_loss"] > 0.0
+def test_training_brings_the_loss_below_guessing_and_writes_a_whole_sentence(numbers, text):
+    trained, least = numbers["training"], numbers["least_loss"]
+    losses = trained["losses"]
+    assert len(losses) == lesson_model.STEPS + 1
+    assert losses[0] > numbers["guessing"] > 1.0 > losses[-1] > least > 0.0
+    below = int(np.argmax(np.array(losses) < numbers["guessing"]))
+    assert f"The loss went from {losses[0]:.3f} to {losses[-1]:.3f}; after {below} steps it was" in text
+    assert f"No model can go below {least:.3f}" in text
     assert trained["text"] == "The cat sat on the mat <eos>"
     assert trained["finish_reason"] == "stop"
-    assert lesson().completed(trained) >= 4
-    text = told(numbers)
-    assert "The cat sat on the mat <eos>" in text
-    assert "ends with '<eos>'" in text
-    whole = trained | {"texts": list(lesson_model().SENTENCES)}
-    assert "completes 6 of the 6 sentences. 10." in told(numbers | {"training": whole})
-    missed = trained | {"texts": [*lesson_model().SENTENCES[:5], "the cat and <eos>"]}
-    text = told(numbers | {"training": missed})
-    assert "completes 5 of the 6 sentences. After 'the cat' it writes 'the cat and <eos>'." in text
-    flat = trained | {"losses": [3.5] * 401, "text": "The cat sat a", "ids": [1, 2, 3, 9]}
-    text = told(numbers | {"training": flat | {"finish_reason": "length"}})
-    assert "so it is still no better than that" in text
-    assert "without an '<eos>'" in text
+    assert "'The cat sat' becomes 'The cat sat on the mat <eos>'." in text
+    sentences = lesson_model.SENTENCES
+    assert all(map(str.startswith, sentences, trained["beginnings"]))
+    assert all(map(str.startswith, trained["texts"], trained["beginnings"]))
+    missed = [written for written in trained["texts"] if written not in sentences]
+    # How many depends on how the processor rounds.
+    assert len(missed) <= 2
+    assert f"Given the first two words, it completes {6 - len(missed)} of the 6 sentences." in text
+    assert all(f"it writes '{written}'." in text for written in missed)
 
 
 def test_training_repeats_to_the_last_bit_and_the_last_loss_is_that_after_it(numbers, monkeypatch):
-    model, tokenizer = lesson_model().reference_model()
-    monkeypatch.setattr(lesson(), "train", lambda *args: lesson_model().train(*args, steps=3))
-    rows = lesson_model().training_rows(tokenizer)
-    losses = lesson().learn(model, tokenizer, [1, 2, 3], rows)["losses"]
+    model, tokenizer = lesson_model.reference_model()
+    monkeypatch.setattr(lesson_training, "train", lambda *args: lesson_model.train(*args, steps=3))
+    losses = lesson_training.fit(model, tokenizer, [1, 2, 3])["losses"]
     assert losses[:3] == numbers["training"]["losses"][:3]
     # The last one is computed eagerly, and was by XLA as the first loss of a fourth step.
     assert losses[3] == pytest.approx(numbers["training"]["losses"][3], abs=TOLERANCE)
     assert len(losses) == 4
 
 
+def test_the_rank_is_that_of_queries_and_keys(monkeypatch):
+    model, tokenizer = lesson_training.random_model(), lesson_model.reference_model()[1]
+    model.blocks[0].key_kernel.assign(np.full((8, 8), 0.3))
+    monkeypatch.setattr(lesson_training, "train", lambda *_: [])
+    found = lesson_training.fit(model, tokenizer, [1, 2, 3])
+    assert found["rank_of_scores"] == 1
+    differences = found["column_differences"]
+    assert differences["k"] == 0.0 < min(differences["q"], differences["v"])
+
+
 def test_the_least_loss_worked_out_by_hand():
-    inputs = np.array([[1, 2, 0], [1, 3, 4], [5, 0, 0]])
-    targets = np.array([[2, 9, 0], [3, 4, 9], [9, 0, 0]])
-    mask = np.array([[1, 1, 0], [1, 1, 1], [1, 0, 0]], bool)
-    # After 1 comes 2 or 3; all the rest is certain: 2 of 6 targets cost ln 2.
-    assert lesson().least_loss(inputs, targets, mask) == pytest.approx(math.log(2) / 3)
+    # After a comes b or c; all the rest is certain: 2 of 6 targets cost ln 2.
+    assert lesson_training.least_loss(["a b .", "a c d .", "f ."]) == pytest.approx(math.log(2) / 3)
 
 
-def test_columns_that_start_equal_stay_equal_and_the_lesson_says_which(numbers, told):
+def test_a_constant_start_costs_rank_and_steps(numbers, text):
     trained, other = numbers["training"], numbers["training_from_random"]
-    differences, of_other = trained["column_differences"], other["column_differences"]
+    apart, of_other = trained["column_differences"], other["column_differences"]
     # Zero, where the processor rounds all columns alike.
-    assert max(differences["q"], differences["k"]) < min(of_other.values()) / 10
-    assert differences["v"] > 0.1
-    assert min(of_other.values()) > 0.1
-    assert trained["rank_of_scores"] < other["rank_of_scores"] == 8
-    equal = trained | {"column_differences": differences | {"q": 0.0, "k": 0.0}, "rank_of_scores": 1}
-    text = told(numbers | {"training": equal})
-    assert "The columns of W_Q and W_K are still equal after 400 steps" in text
-    assert "Those of W_V came apart" in text
-    assert "a score has 1 way to match two words, and not 8" in text
-    assert "rounding, and training" not in text
-    drifted = equal | {"column_differences": differences | {"q": 0.0, "k": of_other["k"] / 40}}
-    text = told(numbers | {"training": drifted})
-    assert "The columns of W_Q are still equal after 400 steps" in text
-    assert "The columns of W_K got equal gradients too, but for rounding, and training" in text
-    assert "1/40 of what they do from random numbers" in text
-    apart = trained | {"column_differences": {"q": 0.5, "k": 0.5, "v": 0.5}, "rank_of_scores": 8}
-    text = told(numbers | {"training": apart})
-    assert "are still equal" not in text
-    assert "way to match" not in text
+    assert max(apart["q"], apart["k"]) < min(of_other.values()) / 10
+    assert apart["v"] > 0.1
+    rank = trained["rank_of_scores"]
+    assert rank <= 4 < other["rank_of_scores"] == 8
+    assert f"W_Q differ by at most {apart['q']:.3g}, those of W_K by at most {apart['k']:.3g}:" in text
+    assert f"of W_V differ by at most {apart['v']:.3g} {of_other['v']:.3g} rank of" in text
+    assert f"rank of W_Q W_K^T {rank} 8 steps to fall below guessing" in text
+    assert f"has rank {rank}, not 8: a head of 8 that works like a head of {rank}." in text
+    losses, of_random = trained["losses"], other["losses"]
+    assert losses[100] > 2 * of_random[100]
+    assert f"After 100 steps the loss is {losses[100] / of_random[100]:.1f} times" in text
+    assert f"after 400, {losses[-1]:.3f} against {of_random[-1]:.3f}." in text
+    # "The point" says what the sections found.
+    assert "The loop asked the given weights and wrote 'The cat sat bites bites bites'." in text
+    assert f"from a loss of {losses[0]:.2f} to {losses[-1]:.2f} (no model can go below" in text
+    assert f"{numbers['least_loss']:.2f}), wrote 'The cat sat on the mat <eos>'." in text
+
+
+def test_the_picture_shows_both_models_looking_at_what_the_trained_one_wrote(default):
+    picture = default.numbers["picture"]
+    assert picture["ids"] == default.numbers["training"]["ids"][:-1] == [1, 2, 3, 4, 16, 5]
+    for weights in (picture["before"], picture["after"]):
+        assert np.all(np.triu(weights, 1) == 0.0)
+        np.testing.assert_allclose(np.sum(weights, axis=1), 1.0, rtol=1e-5)
+    np.testing.assert_allclose(
+        np.array(picture["before"])[:3, :3], ORACLE["step_1"]["weights"], rtol=0, atol=TOLERANCE
+    )
+    assert not np.allclose(picture["before"], picture["after"], atol=0.1)
+    assert (default.folder / "attention.png").read_bytes().startswith(b"\x89PNG")
 
 
 # The command
 
 
 def test_every_option_has_a_help_text(explains_every_option):
-    explains_every_option(lesson(), at_least=6)
+    explains_every_option(lesson, at_least=6)
 
 
 @pytest.mark.parametrize(
@@ -390,24 +429,24 @@ def test_every_option_has_a_help_text(explains_every_option):
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2_before_any_work(options, received, allowed, refuses):
-    refuses(lesson(), options, received, allowed)
+    refuses(lesson, options, received, allowed)
 
 
-def test_the_script_runs_quietly_and_writes_numbers_and_picture(tmp_path):
-    numbers, picture = tmp_path / "numbers.json", tmp_path / "attention.png"
-    command = [sys.executable, str(SCRIPTS / "lesson_15_autoregressive_lm.py"), "--steps", "3"]
-    command += ["--json", str(numbers), "--plot", str(picture)]
+def test_the_script_runs_quietly_and_tells_of_another_prompt(tmp_path):
+    script = TESTS.parent / "scripts" / "lesson_15_autoregressive_lm.py"
+    command = [sys.executable, str(script), "--json", str(tmp_path / "numbers.json")]
+    command += ["--prompt", "the brown dog", "--steps", "2", "--mode", "eager"]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert finished.stderr == ""
     assert finished.returncode == 0
-    found = json.loads(numbers.read_text())
-    # The note is about the oracle, and the tolerance its own.
-    assert set(ORACLE) - set(found) == {"note", "tolerance_abs_logits"}
-    assert set(ORACLE["step_1"]) <= set(found["step_3"])
-    assert set(ORACLE["train"]) <= set(found["train"])
-    assert found["final_text"] == "The cat sat bites bites bites"
-    assert found["generated"] == found["final_sequence"]
-    assert found["final_text"] in finished.stdout
-    assert "compiled with XLA" in finished.stdout
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["attention.png", "numbers.json"]
+    numbers = json.loads((tmp_path / "numbers.json").read_text())
+    text = " ".join(finished.stdout.split())
+    assert max(map(len, finished.stdout.split("Numbers:")[0].splitlines())) <= 80
+    assert f"one operation at a time (eager), on {numbers['device']}." in text
+    assert numbers["prompt"] == "the brown dog"
+    assert numbers["first_pass"]["ids"] == [16, 14, 6]
+    assert numbers["generated"] == numbers["final_sequence"]
+    assert f"wrote '{numbers['final_text']}'." in text
+    assert f"'the brown dog' becomes '{numbers['training']['text']}'." in text
+    assert "'The cat sat'" not in text
+    assert [path.name for path in tmp_path.iterdir()] == ["numbers.json"]
