@@ -96,7 +96,7 @@ def parse_options(argv):
     add = parser.add_argument
     add("--prompt", default="The cat sat", help='1 to 255 bytes to continue (default "The cat sat")')
     add("--steps", type=int, default=96, metavar="N", help="tokens to add (default 96)")
-    add("--temperature", type=float, default=1.0, metavar="X", help="0 takes the likeliest (default 1)")
+    add("--temperature", type=float, default=1.0, help="of sampling; 0 takes the likeliest (default 1)")
     add("--seed", type=int, default=17, metavar="N", help="seed of weights and samples (default 17)")
     options = parse_lesson(parser, argv)
     prompt = ByteTokenizer().encode(options.prompt)

@@ -88,6 +88,8 @@ def test_the_heads_look_as_the_table_and_the_point_say(ran, numbers):
     before, after = (np.array(numbers[f"previous_share_{when}"]) for when in ("before", "after"))
     for name, one, two in zip(lesson.HEADS, before, after, strict=True):
         assert f"{name} {one:.1%} {two:.1%}" in ran.text
+    # Before training the weights are nearly even: 1/2, 1/3, ... 1/20 on each of the characters so far.
+    np.testing.assert_allclose(before, np.mean(1 / np.arange(2, 21)), rtol=0.05)
     head = np.argmax(after)
     assert (
         f"previous character, {lesson.HEADS[head]}, gives it {after[head]:.0%} of its weight, where it "
