@@ -492,7 +492,11 @@ def test_verify_runs_a_signature_in_a_session_and_an_error_there_is_a_failed_row
 def test_the_operations_of_a_signature_are_counted_through_the_functions_it_calls(tmp_path):
     number = tf.TensorSpec((), tf.float32, name="x")
     module = tf.Module()
-    inner = tf.function(lambda x: tf.exp(x) * tf.exp(-x), input_signature=[number])
+    inner = tf.function(
+        lambda x: tf.exp(x) * tf.exp(-x),
+        input_signature=[number],
+        experimental_attributes={"_noinline": True},
+    )
 
     @tf.function(input_signature=[number], jit_compile=True)
     def steep(x):

@@ -255,6 +255,16 @@ def test_a_sample_that_depends_on_its_row_would_show(lesson, capsys):
     assert "with the rows in reverse order 5 of 5" not in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_text_that_ends_before_a_pause_is_not_continued_after_it(lesson):
+    model, tokenizer = lesson.reference_model()
+    options = types.SimpleNamespace(temperature=0.0, top_k=0, top_p=1.0, steps=4, seed=3)
+    output = importlib.import_module("_start").console()
+    # Untrained, the model answers <eos> with <eos>.
+    found = lesson.texts(output, model, tokenizer, [19, 19], options)
+    assert found["texts"] == ["<eos> <eos> <eos>"] * 5
+    assert found["same_after_a_pause"]
+
+
 # The command
 
 
