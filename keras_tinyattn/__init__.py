@@ -31,7 +31,14 @@ _ON_DEMAND = {
     ),
     "sampling": ("filter_logits", "sample"),
     "generation": ("Generation", "generate", "stream"),
-    "export": ("Check", "LoadedModel", "export_saved_model", "load_saved_model", "verify_saved_model"),
+    "export": (
+        "Check",
+        "LoadedModel",
+        "export_saved_model",
+        "load_saved_model",
+        "signature_operations",
+        "verify_saved_model",
+    ),
     "plotting": (
         "plot_attention",
         "plot_cached_steps",

@@ -23,6 +23,7 @@ from keras_tinyattn import (
     gpt,
     load_saved_model,
     next_token_loss,
+    signature_operations,
     verify_saved_model,
 )
 from keras_tinyattn.__main__ import main as command
@@ -441,12 +442,14 @@ def test_the_card_says_what_the_export_is(lesson_path):
     }
 
 
-def test_verify_passes_an_export_and_says_so(lesson_path, capsys):
+def test_verify_passes_an_export_and_says_so(lesson_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     assert command(["verify", str(lesson_path.parent)]) == 0
     printed = capsys.readouterr().out
     assert "checks passed" in printed
-    assert "generate_xla" in printed
-    assert "XLA disabled" in printed
+    for row in ("generate_xla", "generate_xla, in a session", "generate, in a session, XLA disabled"):
+        assert f"{row} " in printed
+    assert "generate, XLA disabled" in printed
 
 
 def test_verify_fails_a_changed_answer_a_changed_file_and_a_compiled_operation(lesson_path):
@@ -461,6 +464,69 @@ def test_verify_fails_a_changed_answer_a_changed_file_and_a_compiled_operation(l
         changed = {**outputs, name: outputs[name] + tf.cast(change, outputs[name].dtype)}
         assert not _check_alone.compare("score", changed, answer["outputs"])[2]
     assert all(row[2] for row in _check_alone.check_operations(lesson_path))
+
+
+def test_verify_runs_a_signature_in_a_session_and_an_error_there_is_a_failed_row(lesson_path):
+    session = tf.compat.v1.Session(graph=tf.Graph())
+    loaded = tf.compat.v1.saved_model.load(session, ["serve"], str(lesson_path))
+    card = json.loads((lesson_path / "model_card.json").read_text(encoding="utf-8"))
+    answer = next(answer for answer in card["answers"] if answer["signature"] == "score")
+
+    def row(text, expected):
+        signature = loaded.signature_def["score"]
+        return _check_alone.check_in_session("score", session, signature, {"text": text}, expected)
+
+    text = _check_alone.from_json(answer["inputs"]["text"])
+    assert row(text, answer["outputs"])[2]
+    changed = json.loads(json.dumps(answer["outputs"]))
+    changed["loss"]["value"][0] += 0.01
+    assert row(text, changed) == ["score", "largest difference 1.0e-02; other loss", False]
+    label, seen, passed = row(tf.constant([""]), answer["outputs"])
+    assert (label, passed) == ("score", False)
+    assert seen.startswith("InvalidArgumentError: ")
+    assert "There is nothing to read." in seen
+    assert "\n" not in seen
+    session.close()
+
+
+def test_the_operations_of_a_signature_are_counted_through_the_functions_it_calls(tmp_path):
+    number = tf.TensorSpec((), tf.float32, name="x")
+    module = tf.Module()
+    inner = tf.function(
+        lambda x: tf.exp(x) * tf.exp(-x),
+        input_signature=[number],
+        experimental_attributes={"_noinline": True},
+    )
+
+    @tf.function(input_signature=[number], jit_compile=True)
+    def steep(x):
+        return tf.tan(x)
+
+    # Two calls of one function, and both branches of a condition.
+    plain = tf.function(
+        lambda x: tf.cond(x > 0, lambda: tf.sin(x), lambda: tf.cos(x)) + inner(x) - inner(2.0 * x),
+        input_signature=[number],
+    )
+    xla = tf.function(lambda x: inner(steep(x)), input_signature=[number])
+    module.functions = [plain, xla]
+    tf.saved_model.save(module, str(tmp_path), signatures={"plain": plain, "xla": xla})
+    found = signature_operations(tmp_path)
+    assert list(found) == ["plain", "xla"]
+    kinds, functions = found["plain"]
+    counts = {"Exp": 2, "Sin": 1, "Cos": 1, "Greater": 1, "AddV2": 1, "Sub": 1, "Mul": 2, "Tan": 0}
+    assert {kind: kinds[kind] for kind in counts} == counts
+    assert functions == []
+    kinds, [function] = found["xla"]
+    assert {kind: kinds[kind] for kind in ("Exp", "Tan", "Sin")} == {"Exp": 2, "Tan": 1, "Sin": 0}
+    assert "steep" in function
+
+
+@pytest.mark.parametrize("content", [None, b"", b"not a graph"])
+def test_a_folder_without_a_graph_has_no_operations(tmp_path, content):
+    if content is not None:
+        (tmp_path / "saved_model.pb").write_bytes(content)
+    with pytest.raises(ValueError, match="There is no graph to read"):
+        signature_operations(tmp_path)
 
 
 def test_verify_sees_a_compiled_function_in_a_plain_signature(tmp_path):

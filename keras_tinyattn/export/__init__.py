@@ -9,7 +9,15 @@
 No signature but `generate_xla` holds an XLA operation, and none a custom one.
 """
 
+from keras_tinyattn.export.operations import signature_operations
 from keras_tinyattn.export.saving import LoadedModel, export_saved_model, load_saved_model
 from keras_tinyattn.export.verification import Check, verify_saved_model
 
-__all__ = ["Check", "LoadedModel", "export_saved_model", "load_saved_model", "verify_saved_model"]
+__all__ = [
+    "Check",
+    "LoadedModel",
+    "export_saved_model",
+    "load_saved_model",
+    "signature_operations",
+    "verify_saved_model",
+]

@@ -5,6 +5,7 @@ python _check_alone.py VERSION_FOLDER xla|no-xla
 
 import ctypes
 import hashlib
+import importlib.util
 import json
 import os
 import pathlib
@@ -12,8 +13,14 @@ import sys
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.core.protobuf import saved_model_pb2
 from tensorflow.python.framework import op_def_registry
+
+# By its path, since the package itself is not to be imported here.
+_spec = importlib.util.spec_from_file_location(
+    "operations", pathlib.Path(__file__).with_name("operations.py")
+)
+operations = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(operations)
 
 
 def main(folder, mode):
@@ -25,15 +32,19 @@ def main(folder, mode):
     rows = [check_files(folder, card), *check_operations(folder)] if mode == "xla" else []
     # Held for life: the signatures alone would not keep the variables.
     loaded = tf.saved_model.load(str(folder))
+    session = tf.compat.v1.Session(graph=tf.Graph())
+    definitions = tf.compat.v1.saved_model.load(session, ["serve"], str(folder)).signature_def
+    suffix = "" if mode == "xla" else ", XLA disabled"
     for answer in card["answers"]:
-        name = answer["signature"]
         inputs = {key: from_json(part) for key, part in answer["inputs"].items()}
-        label = name if mode == "xla" else f"{name}, XLA disabled"
-        outputs = loaded.signatures[name](**inputs)
-        rows.append(compare(label, outputs, answer["outputs"]))
-        if mode == "xla" and name == "generate":
-            compiled = loaded.signatures["generate_xla"](**inputs)
-            rows.append(compare("generate_xla", compiled, answer["outputs"]))
+        names = [answer["signature"]]
+        if mode == "xla" and names == ["generate"]:
+            names.append("generate_xla")
+        for name in names:
+            outputs = loaded.signatures[name](**inputs)
+            rows.append(compare(f"{name}{suffix}", outputs, answer["outputs"]))
+            label = f"{name}, in a session{suffix}"
+            rows.append(check_in_session(label, session, definitions[name], inputs, answer["outputs"]))
     return rows
 
 
@@ -56,41 +67,28 @@ def check_files(folder, card):
 
 def check_operations(folder):
     """What a server must know to run the plain signatures."""
-    saved = saved_model_pb2.SavedModel.FromString((folder / "saved_model.pb").read_bytes())
-    graph = saved.meta_graphs[0]
-    functions = {function.signature.name: function for function in graph.graph_def.library.function}
-    nodes = {node.name: node for node in graph.graph_def.node}
-    for name, signature in sorted(graph.signature_def.items()):
-        if name.startswith("__") or name == "generate_xla":
+    for name, (kinds, compiled) in operations.signature_operations(folder).items():
+        if name == "generate_xla":
             continue
-        # Each output is one of the results of a call in the main graph.
-        outputs = {tensor.name.split(":")[0] for tensor in signature.outputs.values()}
-        operations, compiled = reachable([nodes[output] for output in outputs], functions)
         foreign = sorted(
-            op for op in operations if op.startswith("Xla") or op_def_registry.get(op) is None
+            kind for kind in kinds if kind.startswith("Xla") or op_def_registry.get(kind) is None
         )
-        problems = foreign + [f"compiled function {name}" for name in compiled]
-        seen = f"{len(operations)} kinds" + (f"; not core: {', '.join(problems)}" if problems else "")
+        problems = foreign + [f"compiled function {function}" for function in compiled]
+        seen = f"{len(kinds)} kinds" + (f"; not core: {', '.join(problems)}" if problems else "")
         yield [f"operations of {name}", seen, not problems]
 
 
-def reachable(start, functions):
-    operations, compiled, seen, waiting = set(), [], set(), list(start)
-    while waiting:
-        node = waiting.pop()
-        if node.op not in functions:
-            operations.add(node.op)
-        names = [node.op]
-        for attribute in node.attr.values():
-            names += [attribute.func.name] + [function.name for function in attribute.list.func]
-        for name in names:
-            if name in functions and name not in seen:
-                seen.add(name)
-                function = functions[name]
-                if function.attr["_XlaMustCompile"].b:
-                    compiled.append(name)
-                waiting += function.node_def
-    return operations, compiled
+def check_in_session(label, session, signature, inputs, expected):
+    """Run a signature as TensorFlow Serving does, where graphs are rewritten in other ways."""
+    try:
+        outputs = session.run(
+            {name: tensor.name for name, tensor in signature.outputs.items()},
+            {signature.inputs[name].name: value.numpy() for name, value in inputs.items()},
+        )
+    except Exception as error:
+        reason = str(error).removeprefix("Graph execution error:").strip().partition("\n")[0]
+        return [label, f"{type(error).__name__}: {reason}", False]
+    return compare(label, outputs, expected)
 
 
 def from_json(part):
@@ -106,7 +104,7 @@ def compare(label, outputs, expected):
     # The card leaves out answers of many entries.
     worst, wrong = 0.0, sorted(set(expected) - set(outputs))
     for name in set(outputs) & set(expected):
-        seen, right = outputs[name].numpy(), from_json(expected[name]).numpy()
+        seen, right = np.asarray(outputs[name]), from_json(expected[name]).numpy()
         if seen.shape != right.shape:
             wrong.append(name)
         elif right.dtype.kind == "f":
