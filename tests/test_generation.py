@@ -18,7 +18,8 @@ from keras_tinyattn import (
     gpt,
     stream,
 )
-from keras_tinyattn.generation import _next_power_of_two, request_graph, step_graph
+from keras_tinyattn.generation.graphs import step_graph
+from keras_tinyattn.generation.loop import _next_power_of_two, request_graph
 
 V, LENGTH = 11, 16
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 1], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5]]
@@ -422,7 +423,7 @@ class Late(DecoderBlock):
 
     def call(self, inputs, cache=None, positions=None, return_attention_scores=False, training=None):
         if positions is not None:
-            positions = positions + 1
+            positions = positions.positions + 1
         options = {"return_attention_scores": return_attention_scores, "training": training}
         return super().call(inputs, cache=cache, positions=positions, **options)
 

@@ -29,7 +29,8 @@ from keras_tinyattn.generation.request import (
 )
 from keras_tinyattn.layers.cache import as_in_place
 
-# Positions from which a compiled loop's cache grows in leaps: FIXME
+# Positions from which the cache of a compiled loop grows, in three leaps: with fewer, a further loop
+# takes longer to compile than it saves.
 GROW_FROM = 256
 
 
@@ -252,7 +253,7 @@ def _budget(model, prompt_lengths, settings):
 
 
 def stepwise_graphs(model):
-    """The beginning and a step of the loop, for a caller who makes each step himself."""
+    """The beginning and a step of the loop, for a caller that makes the steps one by one."""
 
     def start(model, prompt_ids, prompt_lengths, settings):
         prompt_ids = check_request(

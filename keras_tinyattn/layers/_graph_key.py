@@ -25,5 +25,14 @@ def graph_key(layer):
         # Not inherited: a subclass does something that its base class does not know.
         own = layer.graph_key()
     else:
-        own = (layer, repr(layer.get_config()))
+        own = (layer, _inherited(layer))
     return (type(layer), own, layer.dtype_policy.name)
+
+
+def _inherited(layer):
+    if hasattr(layer, "graph_key"):
+        return layer.graph_key()
+    try:
+        return repr(layer.get_config())
+    except NotImplementedError:
+        return None
