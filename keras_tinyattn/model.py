@@ -18,7 +18,8 @@ class CausalLM(keras.Model):
         blocks: list of causal layers that follow one protocol: `block(x)` for a window, `block(x,
             cache=entry)` for a window that is kept, `block(x, cache=entry, positions=step)` for a step,
             where `entry` is what `block.make_cache(batch_size, length)` made and `step.positions` the
-            absolute positions; `CausalSelfAttention` and `DecoderBlock` do.
+            absolute positions; `CausalSelfAttention` and `DecoderBlock` do. Blocks whose class defines
+            `graph_key` and `precompute`, as those do, share a graph where their keys are equal.
         projection: a `VocabProjection`; one with `tied=True` is tied to the embedding here, and again
             when the model is cloned or loaded.
         final_norm: a layer applied after the last block; none unless given.

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from keras_tinyattn.layers._graph_key import declares_graph_key
 from keras_tinyattn.layers._graph_key import graph_key as key_of_layer
 from keras_tinyattn.layers._window import BLOCKWISE_FROM
 from keras_tinyattn.layers.cache import as_in_place
@@ -59,7 +60,7 @@ def _parameters_graph(model):
     def read(model):
         return Parameters(
             [tf.convert_to_tensor(variable.value) for variable in model.variables],
-            [block.precompute() if hasattr(block, "precompute") else () for block in model.blocks],
+            [block.precompute() if declares_graph_key(block) else () for block in model.blocks],
         )
 
     return graph(model, "parameters", read, ())
@@ -122,7 +123,7 @@ def _forward(model, parameters, token_ids, positions, cache, return_attention_sc
 def _sharing_blocks(model, parameters):
     """One function a block, to call in its place; blocks with one key are one function in the graph.
 
-    A block without `precompute` is called as it is: nothing is known of it.
+    A block whose class has no `graph_key` of its own is called as it is: nothing is known of it.
     """
     value_of = {
         id(own): value for own, value in zip(model.variables, parameters.variables, strict=True)
@@ -159,7 +160,7 @@ def _sharing_blocks(model, parameters):
         return call
 
     return [
-        sharing(block, precomputed) if hasattr(block, "precompute") else block
+        sharing(block, precomputed) if declares_graph_key(block) else block
         for block, precomputed in zip(model.blocks, parameters.precomputed, strict=True)
     ]
 

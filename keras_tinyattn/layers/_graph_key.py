@@ -21,12 +21,16 @@ def graph_key(layer):
     if type(layer) in _ATTRIBUTES:
         own = (getattr(layer, name, None) for name in _ATTRIBUTES[type(layer)])
         own = tuple(tuple(value) if isinstance(value, list) else value for value in own)
-    elif "graph_key" in vars(type(layer)):
-        # Not inherited: a subclass does something that its base class does not know.
+    elif declares_graph_key(layer):
         own = layer.graph_key()
     else:
         own = (layer, _inherited(layer))
     return (type(layer), own, layer.dtype_policy.name)
+
+
+def declares_graph_key(layer):
+    """Whether the class of a layer itself has a `graph_key`; what a subclass does, its base cannot say."""
+    return "graph_key" in vars(type(layer))
 
 
 def _inherited(layer):
