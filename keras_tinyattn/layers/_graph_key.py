@@ -29,7 +29,7 @@ def graph_key(layer):
 
 
 def declares_graph_key(layer):
-    """Whether the class of a layer itself has a `graph_key`; what a subclass does, its base cannot say."""
+    """Whether the class itself has a `graph_key`: what a subclass does, its base class cannot say."""
     return "graph_key" in vars(type(layer))
 
 
