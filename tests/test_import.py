@@ -59,6 +59,7 @@ def test_the_package_alone_loads_a_model_from_a_file_and_brings_in_no_plotting_a
     program = (
         "import sys, keras, tensorflow; before = set(sys.modules)\n"
         "import keras_tinyattn; loaded = set(sys.modules) - before\n"
+        "sys.modules['matplotlib'] = None; import keras_tinyattn.plotting\n"
         "keras.saving.load_model(sys.argv[1]); print(*loaded)"
     )
     loaded = _run(program, tmp_path / "model.keras").split()
