@@ -45,6 +45,12 @@ def main(argv=None):
         default=1.0,
         help="sample among the fewest likeliest tokens with this probability together; 1 is all",
     )
+    parser.add_argument(
+        "--min-p",
+        type=float,
+        default=0.0,
+        help="sample among tokens with this share of the likeliest one's probability; 0 is all",
+    )
     parser.add_argument("--seed", type=int, default=0, help="the same seed samples the same text")
     parser.add_argument(
         "--stop", default="", metavar="TEXT", help="end at this text; by default at the model's own end"
@@ -100,8 +106,11 @@ def generate(options):
         signatures = {name: loaded.signatures[name] for name in names}
     except (KeyError, OSError, ValueError, tf.errors.OpError) as error:
         raise ValueError(_no_export(options.model)) from error
-    settings = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p", "seed")}
-    settings = {name: tf.constant([value]) for name, value in settings.items()}
+    settings = {
+        name: tf.constant([getattr(options, name)], spec.dtype)
+        for name, spec in signatures["sample"].structured_input_signature[1].items()
+        if name not in ("logits", "position")
+    }
     try:
         if options.xla:
             outputs = signatures["generate_xla"](

@@ -37,8 +37,7 @@ def test_every_name_is_there_and_listed():
 def test_each_name_is_that_of_its_module():
     for module, names in keras_tinyattn._MODULES.items():
         found = importlib.import_module(f"keras_tinyattn.{module}")
-        if module != "functional":  # Its names stay in it.
-            assert sorted(names) == sorted(found.__all__), module
+        assert set(names) <= set(found.__all__), module
         assert getattr(keras_tinyattn, module) is found
         for name in names:
             assert getattr(keras_tinyattn, name) is getattr(found, name)
