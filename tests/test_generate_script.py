@@ -144,7 +144,7 @@ def test_whole_characters_are_printed_at_once_and_no_part_of_the_stop(
     assert calls[calls.index("prefill") + 1 :] == (["sample", "step"] * added)[:-1]
 
 
-def test_the_end_of_the_positions_is_told(capsys):
+def test_a_sentence_says_that_the_last_position_was_reached(capsys):
     out = in_this_process(capsys, "--steps", "30")
     assert out.splitlines() == [
         "The cat sat" + " bites" * 7,

@@ -333,7 +333,7 @@ def test_killed_again_and_again_at_random_steps_it_ends_as_the_uninterrupted_run
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [4_000, 6_000])
 def test_a_full_disk_leaves_the_last_checkpoint_whole(size, text, tmp_path):
-    # A file of at most `size` bytes stands for a full disk: the same failure of the same write.
+    # A limit of `size` bytes per file in place of a full disk: the same write fails in the same way.
     def limit():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))

@@ -513,7 +513,7 @@ def test_evaluation_measures_the_model_as_it_is_then_and_without_dropout():
 
 
 def test_perplexity_and_bits_of_a_loss():
-    # Two nats a token over three tokens: six nats, over five characters.
+    # Two nats per token over three tokens: six nats, over five characters.
     judged = training.Evaluation(loss=2.0, num_tokens=3)
     assert judged.perplexity == pytest.approx(math.e**2)
     assert judged.bits(5) == pytest.approx(6 / 5 / math.log(2))

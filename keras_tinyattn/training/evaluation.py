@@ -17,7 +17,7 @@ class Evaluation(NamedTuple):
 
     @property
     def perplexity(self):
-        """The number of equally likely tokens that a guess with this loss would be among."""
+        """The model is as uncertain as a uniform choice among this many tokens."""
         return math.exp(min(self.loss, 700.0))
 
     def bits(self, count):
