@@ -4,19 +4,24 @@ The modules, in the order in which a prompt meets them.
 """
 
 import importlib
+import sys
 
-from keras_tinyattn import functional
-from keras_tinyattn.gpt2 import *  # noqa: F403
-from keras_tinyattn.gpt2 import __all__ as _gpt2
-from keras_tinyattn.layers import *  # noqa: F403
-from keras_tinyattn.layers import __all__ as _layers
-from keras_tinyattn.model import *  # noqa: F403
-from keras_tinyattn.model import __all__ as _model
 from keras_tinyattn.version import __version__
 
-# These come when they are first asked for: most need TensorFlow, and all above runs on Keras' other
-# backends without it.
-_ON_DEMAND = {
+# A name is imported when it is first asked for: most modules need TensorFlow, and the first four run on
+# Keras' other backends without it.
+_MODULES = {
+    "functional": (),
+    "layers": (
+        "AttentionTrace",
+        "CausalSelfAttention",
+        "DecoderBlock",
+        "ScaledSelfAttention",
+        "TokenAndPositionEmbedding",
+        "VocabProjection",
+    ),
+    "model": ("CausalLM", "gpt"),
+    "gpt2": ("causal_lm_from_gpt2",),
     "tokenizer": ("ByteTokenizer", "CharTokenizer", "WordTokenizer", "load_tokenizer"),
     "training": (
         "Checkpoints",
@@ -48,12 +53,19 @@ _ON_DEMAND = {
     ),
 }
 
-__all__ = ["__version__", "functional", *_layers, *_model, *_gpt2]
-__all__ += [name for names in _ON_DEMAND.values() for name in names]
+__all__ = ["__version__", "functional"]  # noqa: F405
+__all__ += [name for names in _MODULES.values() for name in names]
+
+# Layers and models come at once, so that `keras.saving.load_model` finds their classes registered. The
+# exception is `python -m keras_tinyattn`, which runs this file before its own and loads what a command
+# needs: until then, Python says "-m" for the program's name.
+if not (sys.argv[:1] == ["-m"] and __name__ in sys.orig_argv):
+    from keras_tinyattn.layers import *  # noqa: F403
+    from keras_tinyattn.model import *  # noqa: F403
 
 
 def __getattr__(name):
-    for module, names in _ON_DEMAND.items():
+    for module, names in _MODULES.items():
         if name == module or name in names:
             found = importlib.import_module(f"{__name__}.{module}")
             return found if name == module else getattr(found, name)
@@ -61,4 +73,4 @@ def __getattr__(name):
 
 
 def __dir__():
-    return sorted({*globals(), *__all__, *_ON_DEMAND})
+    return sorted({*globals(), *__all__, *_MODULES})

@@ -1,11 +1,11 @@
-"""The directory of a training run: what it was told, what it has measured, and its model.
+"""The directory of a training run: its settings, what it has measured, and its model.
 
-run.json          what decides the run's numbers
+run.json          the settings that decide the run's numbers
 tokenizer.json    text <-> ids
-history.jsonl     the loss of each step and each evaluation, a line each
-checkpoints/      what `--resume` goes on from
+history.jsonl     the loss of each step and each evaluation, one per line
+checkpoints/      what `--resume` continues from
 logs/             the same measurements for TensorBoard
-model.keras       the model that did best by the evaluations
+model.keras       the model with the best validation loss
 """
 
 import hashlib
@@ -27,19 +27,20 @@ class RunDirectory:
         self.path = Path(path)
         self.checkpoints = self.path / "checkpoints"
         self.logs = self.path / "logs"
+        self.model = self.path / "model.keras"
 
     def create(self, settings, text, tokenizer):
         """Make the directory and keep what decides the run.
 
         Raises:
-            ValueError: if a run stands there, or the path is a file.
+            ValueError: if it holds a run, or the path is a file.
         """
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"--out needs a directory, but {str(self.path)!r} is a file.")
-        if self.checkpoints.exists() or (self.path / "model.keras").exists():
+        if self.checkpoints.exists() or self.model.exists():
             raise ValueError(
                 f"{str(self.path)!r} already holds a run. "
-                "Go on with it by --resume, or give another directory by --out."
+                "Continue it with --resume, or give another directory with --out."
             )
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / "history.jsonl").unlink(missing_ok=True)
@@ -50,22 +51,21 @@ class RunDirectory:
             part.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
     def settings(self):
-        """What decided the run that stands there.
+        """The settings of the run in the directory.
 
         Raises:
-            ValueError: if none does.
+            ValueError: if there is none.
         """
         try:
-            kept = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
+            return json.loads((self.path / "run.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             raise ValueError(
-                f"--resume goes on with a run, but {str(self.path)!r} holds none. "
-                "Name its directory by --out, or leave --resume out to start one."
+                f"--resume continues a run, but {str(self.path)!r} holds none. "
+                "Name its directory with --out, or start a run without --resume."
             ) from None
-        return kept
 
     def check_text(self, settings, text):
-        """Refuse to go on with another text than the run began with.
+        """Refuse to continue with another text than the run began with.
 
         Raises:
             ValueError: if it differs.
@@ -73,22 +73,22 @@ class RunDirectory:
         if fingerprint(text) != settings["text_sha256"]:
             raise ValueError(
                 f"{settings['text']!r} is not the text that the run in {str(self.path)!r} began with. "
-                "Put that text back, or start another run by --out."
+                "Put that text back, or start another run with --out."
             )
 
     def save_model(self, model):
-        with whole_file(self.path / "model.keras") as part:
+        with whole_file(self.model) as part:
             model.save(part)
 
     def history(self, taken):
-        """The measurements of the first `taken` steps; later ones, of steps that were lost, go."""
+        """The measurements of the first `taken` steps; those of later steps, which were lost, go."""
         history = History(self.path / "history.jsonl")
         history.read(taken)
         return history
 
 
 class History:
-    """The loss of each step, and of the validation text, in memory and in a file."""
+    """The loss of each step, and of each evaluation, in memory and in a file."""
 
     def __init__(self, path):
         self.path = path
@@ -114,30 +114,32 @@ class History:
         return not self.evaluations or self.evaluations[-1] == self.best()
 
     def best(self):
-        """The step and loss of the best evaluation; None before the first."""
-        return min(self.evaluations, key=lambda evaluation: evaluation[1], default=None)
+        """The step and loss of the best evaluation; there must be one."""
+        return min(self.evaluations, key=lambda evaluation: evaluation[1])
 
     def write(self):
         """Append to the file what it does not hold yet."""
-        lines = "".join(json.dumps(entry) + "\n" for entry in self._unwritten)
         with open(self.path, "a", encoding="utf-8") as file:
-            file.write(lines)
+            file.write("".join(json.dumps(entry) + "\n" for entry in self._unwritten))
         self._unwritten = []
 
     def read(self, taken):
-        entries = []
+        """Read the file up to step `taken`, and cut off the rest."""
         held = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
+        entries = []
         for line in held.splitlines():
             try:
                 entry = json.loads(line)
-            except ValueError:  # The line that was being written when the process was killed.
+            except ValueError:  # The process was killed while it wrote this line.
                 break
             if entry["step"] <= taken:
                 entries.append(entry)
-        self.losses = [entry["loss"] for entry in entries if "loss" in entry]
-        self.evaluations = [
-            (entry["step"], entry["validation_loss"]) for entry in entries if "validation_loss" in entry
-        ]
+        for entry in entries:
+            if "loss" in entry:
+                self.add_loss(entry["step"], entry["loss"])
+            else:
+                self.add_evaluation(entry["step"], entry["validation_loss"])
+        self._unwritten = []
         kept = "".join(json.dumps(entry) + "\n" for entry in entries)
         if kept != held:
             with whole_file(self.path) as part:

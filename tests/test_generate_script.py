@@ -1,14 +1,24 @@
 """`python scripts/generate.py` prints a text, quietly, or one sentence about what is wrong."""
 
+import argparse
+import functools
 import pathlib
 import subprocess
 import sys
 
 import generate
 import pytest
+import tensorflow as tf
 
 ROOT = pathlib.Path(__file__).parents[1]
 COMMITTED = ROOT / "saved_models" / "lesson_15"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _an_export_is_loaded_once():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tf.saved_model, "load", functools.cache(tf.saved_model.load))
+        yield
 
 
 def run(*arguments):
@@ -23,7 +33,7 @@ def in_this_process(capsys, *arguments):
     return capsys.readouterr().out
 
 
-def test_a_fresh_export_continues_the_text_and_is_kept_beside_the_versions_that_stand(tmp_path):
+def test_a_fresh_export_continues_the_text_and_is_kept_beside_existing_versions(tmp_path):
     (tmp_path / "1").mkdir()
     (tmp_path / "1" / "mine").write_text("untouched")
     code, out, err = run("--prompt", "The cat sat", "--steps", "3", "--out", str(tmp_path))
@@ -33,7 +43,7 @@ def test_a_fresh_export_continues_the_text_and_is_kept_beside_the_versions_that_
     assert (tmp_path / "2" / "saved_model.pb").is_file()
 
 
-def test_an_export_that_stands_runs_without_our_package(capsys):
+def test_an_existing_export_runs_without_our_package(capsys):
     program = (
         "import sys; sys.path.insert(0, 'scripts'); import generate; "
         f"generate.main(['--model', {str(COMMITTED)!r}]); "
@@ -46,20 +56,95 @@ def test_an_export_that_stands_runs_without_our_package(capsys):
     assert result.stdout == "The cat sat bites bites bites\n"
 
 
-def test_the_text_grows_by_stretches_to_what_one_call_gives(capsys):
-    drawn = in_this_process(
-        capsys, "--prompt", "The", "--steps", "9", "--temperature", "2", "--seed", "4"
-    )
-    assert len(drawn.split()) <= 10
-    assert drawn.startswith("The ")
-    again = in_this_process(
-        capsys, "--prompt", "The", "--steps", "9", "--temperature", "2", "--seed", "4"
-    )
-    assert drawn == again
-    assert in_this_process(capsys, "--prompt", "The", "--steps", "0") == "The\n"
+@pytest.fixture(scope="module")
+def committed():
+    return tf.saved_model.load(str(COMMITTED / "1"))
 
 
-def test_the_end_of_the_positions_is_told(capsys):
+@pytest.mark.parametrize("seed", range(6))
+def test_streamed_ids_and_text_are_those_of_the_signature_generate(seed, committed, capsys):
+    settings = {"temperature": 2.0, "top_k": 6, "top_p": 0.9, "min_p": 0.01, "seed": seed}
+    stop = "dog bites" if seed % 2 else ""
+    inputs = committed.signatures["sample"].structured_input_signature[1]
+    row = {name: tf.constant([value]) for name, value in settings.items() if name in inputs}
+    expected = committed.signatures["generate"](
+        prompt=tf.constant(["The cat"]),
+        max_new_tokens=tf.constant([8]),
+        stop=tf.constant([stop]),
+        **row,
+    )
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    options += ["--prompt", "The cat", "--steps", "8", "--stop", stop]
+    text = expected["text"][0].numpy().decode() + "\n"
+    assert in_this_process(capsys, *options) == text
+    ids = expected["token_ids"][0].numpy().tolist()
+    streamed = generate.continuation(committed.signatures, ids[:2], len(ids), row)
+    assert list(streamed) == ids[2:]
+    if seed == 0:
+        assert in_this_process(capsys, "--xla", *options) == text
+
+
+def test_no_steps_print_the_prompt(capsys):
+    assert in_this_process(capsys, "--prompt", "The  cat", "--steps", "0") == "The cat\n"
+
+
+def fake_signatures(text, calls):
+    """Signatures of a model of bytes that writes this text, whatever it is given."""
+    text = text.encode()
+
+    def tokenize(prompt, max_new_tokens, **settings):
+        calls.append("generate")
+        assert max_new_tokens.numpy() == [0]
+        return {"token_ids": tf.io.decode_raw(prompt, tf.uint8)}
+
+    def prefill(prompt_ids, prompt_length):
+        calls.append("prefill")
+        return {"logits": "logits", "new_keys_0": prompt_ids, "new_values_0": prompt_ids}
+
+    def sample(logits, position):
+        calls.append("sample")
+        return {"token_id": tf.constant([text[int(position[0])]])}
+
+    def step(token_id, position, keys_0, values_0):
+        calls.append("step")
+        keys = tf.concat([keys_0, token_id[:, None]], axis=1)
+        assert int(position[0]) + 1 == keys.shape[1]
+        return {"logits": "logits", "new_keys_0": keys, "new_values_0": values_0}
+
+    return {"generate": tokenize, "prefill": prefill, "sample": sample, "step": step}
+
+
+@pytest.mark.parametrize(
+    ("text", "positions", "stop", "chunks"),
+    [
+        ("née☃", 7, "", ["n", "é", "e", "", "", "☃", "\n"]),
+        # Half a character before the last position.
+        ("née☃", 6, "", ["n", "é", "e", "", "", "\N{REPLACEMENT CHARACTER}\n"]),
+        # What begins like the stop, and the stop.
+        ("a:.:-b:--c", 10, ":--", ["a", ":.", "", "", ":-b", "", "", "\n"]),
+    ],
+)
+def test_whole_characters_are_printed_at_once_and_no_part_of_the_stop(
+    text, positions, stop, chunks, monkeypatch
+):
+    printed, calls = [], []
+    monkeypatch.setattr(
+        generate,
+        "print",
+        lambda text, end="\n", flush=False: printed.append(text + end),
+        raising=False,
+    )
+    options = argparse.Namespace(prompt=text[0], steps=99, stop=stop)
+    card = {"model": {"sequence_length": positions}, "tokenizer": {"class": "ByteTokenizer"}}
+    added, stopped = generate.stream(options, fake_signatures(text, calls), {}, card)
+    assert printed == chunks
+    assert (added, stopped) == (8 if stop else positions - 1, bool(stop))
+    # The prompt is read once, and each token computed once.
+    assert calls.count("prefill") == 1
+    assert calls[calls.index("prefill") + 1 :] == (["sample", "step"] * added)[:-1]
+
+
+def test_a_sentence_says_that_the_last_position_was_reached(capsys):
     out = in_this_process(capsys, "--steps", "30")
     assert out.splitlines() == [
         "The cat sat" + " bites" * 7,
@@ -82,7 +167,7 @@ def test_a_stop_ends_the_text_and_is_not_printed(capsys):
         (["--top-p", "2"], "top_p is out of range"),
         (["--temperature", "-1"], "temperature is out of range"),
         (["--seed", "2147483648"], "--seed must be from"),
-        (["--out", "somewhere"], "--model names one that stands"),
+        (["--out", "somewhere"], "--model names an existing one"),
     ],
 )
 def test_bad_input_is_one_sentence(arguments, message):
@@ -92,7 +177,7 @@ def test_bad_input_is_one_sentence(arguments, message):
 
 
 @pytest.mark.parametrize("folder", ["missing", "empty", "broken"])
-def test_a_folder_that_is_no_export_is_one_sentence(tmp_path, folder):
+def test_a_folder_without_an_export_is_one_sentence(tmp_path, folder):
     path = tmp_path / folder
     if folder != "missing":
         (path / "1").mkdir(parents=True)

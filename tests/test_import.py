@@ -11,14 +11,18 @@ import pytest
 import keras_tinyattn
 
 
-def _run(program, **environment):
-    result = subprocess.run(
-        [sys.executable, "-c", program],
+def _python(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+def _run(program, *arguments, **environment):
+    result = _python("-c", program, *arguments, **environment)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -30,10 +34,10 @@ def test_every_name_is_there_and_listed():
     assert len(keras_tinyattn.__all__) == len(set(keras_tinyattn.__all__))
 
 
-def test_names_that_come_on_demand_are_their_modules_own():
-    for module, names in keras_tinyattn._ON_DEMAND.items():
+def test_each_name_is_that_of_its_module():
+    for module, names in keras_tinyattn._MODULES.items():
         found = importlib.import_module(f"keras_tinyattn.{module}")
-        assert sorted(names) == sorted(found.__all__), module
+        assert set(names) <= set(found.__all__), module
         assert getattr(keras_tinyattn, module) is found
         for name in names:
             assert getattr(keras_tinyattn, name) is getattr(found, name)
@@ -46,17 +50,39 @@ def test_an_unknown_name_is_an_attribute_error_and_an_import_error():
         exec("from keras_tinyattn import CasualLM")
 
 
-def test_the_package_brings_in_no_plotting_and_no_server():
+def test_the_package_alone_loads_a_model_from_a_file_and_brings_in_no_plotting_and_no_server(tmp_path):
+    model = keras_tinyattn.gpt(11, sequence_length=5, hidden_dim=6, num_heads=3, num_layers=1)
+    model.build((None, 5))
+    model.save(tmp_path / "model.keras")
     # What Keras and TensorFlow bring in themselves is theirs.
     program = (
         "import sys, keras, tensorflow; before = set(sys.modules)\n"
-        "import keras_tinyattn; print(*(set(sys.modules) - before))"
+        "import keras_tinyattn; loaded = set(sys.modules) - before\n"
+        "sys.modules['matplotlib'] = None; import keras_tinyattn.plotting\n"
+        "keras.saving.load_model(sys.argv[1]); print(*loaded)"
     )
-    loaded = _run(program).split()
+    loaded = _run(program, tmp_path / "model.keras").split()
     assert "keras_tinyattn.layers" in loaded
     foreign = [name for name in loaded if name.split(".")[0] != "keras_tinyattn"]
     assert not [name for name in foreign if name.split(".")[0] in ("matplotlib", "ray", "http")]
     assert "keras_tinyattn.tokenizer" not in loaded
+
+
+@pytest.mark.parametrize("command", [(), ("verify",)])
+def test_help_is_silent_and_imports_neither_keras_nor_tensorflow(command):
+    result = _python("-X", "importtime", "-m", "keras_tinyattn", *command, "--help")
+    assert result.returncode == 0
+    assert "verify" in result.stdout
+    imported = {line.split("|")[-1].strip() for line in result.stderr.splitlines()}
+    assert {"argparse", "keras_tinyattn"} <= imported
+    assert not imported & {"keras", "numpy", "rich", "tensorflow"}
+
+
+def test_a_command_writes_nothing_to_standard_error_but_its_own_sentence(tmp_path):
+    result = _python("-m", "keras_tinyattn", "verify", tmp_path)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("keras_tinyattn verify: error: There is no export to load.")
+    assert result.stderr.count("\n") == 1
 
 
 ON_JAX = """

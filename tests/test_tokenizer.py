@@ -1,4 +1,4 @@
-"""Tokenizers: ids by hand, text that comes back, Python and graph alike, files."""
+"""Tokenizers: ids worked out by hand, round trips, Python against graph, files."""
 
 import json
 import unicodedata
@@ -43,7 +43,7 @@ def test_characters_and_bytes_come_back_as_they_went_in(text, char_tokenizer):
 
 
 @pytest.mark.parametrize("text", HARD_TEXTS)
-def test_words_are_what_stands_between_ascii_white_space(text):
+def test_words_are_separated_by_ascii_white_space(text):
     tokenizer = WordTokenizer.from_text(text)
     # Python splits bytes, unlike strings, at ASCII white space alone.
     words = [word.decode() for word in text.encode().split()]

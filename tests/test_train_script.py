@@ -1,6 +1,5 @@
-"""scripts/train.py: what a run leaves behind, how it goes on, and what it refuses."""
+"""scripts/train.py: what a run leaves behind, how it is resumed, and what it refuses."""
 
-import importlib
 import json
 import os
 import pathlib
@@ -14,9 +13,11 @@ import subprocess
 import sys
 import time
 
+import _start
 import keras
 import numpy as np
 import pytest
+import train as script
 
 from keras_tinyattn import load_tokenizer
 
@@ -30,16 +31,14 @@ SMALL = (
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _scripts_can_be_imported():
+def _the_dtype_policy_is_put_back():
     policy = keras.config.dtype_policy()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPTS))
-        yield
+    yield
     keras.config.set_dtype_policy(policy)
 
 
 def train(*options):
-    importlib.import_module("train").main([*map(str, options)])
+    script.main([*map(str, options)])
 
 
 def history(directory):
@@ -80,18 +79,20 @@ def test_a_run_leaves_what_it_has_measured_its_tokenizer_and_its_model(unbroken)
 
     model = keras.saving.load_model(unbroken / "model.keras")
     token_ids = np.array([tokenizer.encode(TEXT)[-58:]])
-    judge_by = token_ids[0]
+    validation_ids = token_ids[0]
     total = 0.0
     for start in range(0, 57, 8):
-        window = judge_by[start : min(start + 8, 57)]
+        window = validation_ids[start : min(start + 8, 57)]
         logits = model(window[None]).numpy()[0].astype("float64")
         shares = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-        total -= shares[np.arange(len(window)), judge_by[start + 1 : start + 1 + len(window)]].sum()
-    # The model kept is the one that did best on the text kept back: 58 of 576 characters.
+        total -= shares[
+            np.arange(len(window)), validation_ids[start + 1 : start + 1 + len(window)]
+        ].sum()
+    # The model kept is the one with the best validation loss, on 58 of 576 characters.
     assert total / 57 == pytest.approx(min(evaluations.values()), rel=1e-5)
 
 
-def test_a_run_that_was_killed_goes_on_bit_for_bit_as_if_it_had_not_been(unbroken, tmp_path):
+def test_a_run_that_was_killed_continues_bit_for_bit_as_if_it_had_not_been(unbroken, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(unbroken, run)
     # As `kill -9` leaves it in the middle of writing the checkpoint of step 6.
@@ -101,7 +102,7 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit_as_if_it_had_not_been(unbroke
     with open(run / "history.jsonl", "r+") as file:
         file.truncate(len(file.read()) - 5)
     train("--out", run, "--resume", "--checkpoint-every", 2, "--evaluate-every", 3)
-    # To the last digit and line: no step is lost, and none is told twice.
+    # To the last digit and line: no step is missing, and none is there twice.
     assert (run / "history.jsonl").read_text() == (unbroken / "history.jsonl").read_text()
     assert sorted(path.name for path in (run / "checkpoints").glob("*.index")) == [
         "ckpt-4.index",
@@ -126,7 +127,7 @@ def wait_for(path, process, seconds=240):
     assert path.exists(), process.communicate()
 
 
-def test_term_saves_a_checkpoint_and_says_how_to_go_on(text, tmp_path):
+def test_term_saves_a_checkpoint_and_says_how_to_continue(text, tmp_path):
     run = tmp_path / "run"
     options = (*SMALL, "--steps", 100000)
     process = start("--text", text, "--out", run, *options, "--evaluate-every", 100000)
@@ -147,11 +148,11 @@ def test_term_saves_a_checkpoint_and_says_how_to_go_on(text, tmp_path):
     [
         (["--text", "missing.txt"], "No such file or directory: .*missing.txt"),
         (["--text", "."], "Is a directory: "),
-        (["--text", "empty.txt"], "needs something to learn from, but '.*empty.txt' is empty"),
-        (["--text", "latin.txt"], "needs UTF-8, but byte 3 of '.*latin.txt' is no part of it"),
+        (["--text", "empty.txt"], "needs a text to train on, but '.*empty.txt' is empty"),
+        (["--text", "latin.txt"], "needs UTF-8, but byte 3 of '.*latin.txt' is not part of it"),
         (
             ["--text", "short.txt", "--sequence-length", "8", "--validation-share", "0"],
-            "need 9 tokens, and there are 8 to learn from",
+            "need 9 tokens, and there are 8 for training",
         ),
         (["--steps", "0"], "--steps must be 1 or more, but 0 was received"),
         (["--hidden-dim", "6", "--num-heads", "4"], "Expected num_heads to divide hidden_dim"),
@@ -159,11 +160,11 @@ def test_term_saves_a_checkpoint_and_says_how_to_go_on(text, tmp_path):
         (["--validation-share", "1"], r"Expected a number in \[0, 1\)"),
         (["--learning-rate", "nan"], "--learning-rate must be a finite number of at least 0"),
         (["--steps", "5", "--warmup-steps", "5"], "Expected warmup_steps from 0 to 4"),
-        (["--seed", "2147483648"], "--seed must fit 32 bits"),
+        (["--seed", "2147483648"], "--seed must be from -2147483648 to 2147483647, but 2147483648 was"),
         (["--plot", "losses.txt"], "--plot needs a file that can be written"),
         (["--json", "missing/numbers.json"], "the directory '.*missing' does not exist"),
         (["--out", "short.txt"], "--out needs a directory, but 'short.txt' is a file"),
-        (["--resume"], "--resume goes on with a run, but 'run' holds none"),
+        (["--resume"], "--resume continues a run, but 'run' holds none"),
         (["--strategy", "multiworker"], "TF_CONFIG, which is not set"),
         (["--prompt", "q"], "Received also: q"),
     ],
@@ -180,9 +181,7 @@ def test_what_cannot_work_is_one_sentence_exit_code_2_and_leaves_nothing(
     default = [] if "--text" in options or "--resume" in options else ["--text", str(text)]
     out = [] if "--out" in options else ["--out", "run"]
     with pytest.raises(SystemExit, match="2"):
-        importlib.import_module("_start").run(
-            importlib.import_module("train").main, [*default, *out, *options]
-        )
+        _start.run(script.main, [*default, *out, *options])
     error = capsys.readouterr().err
     assert error.startswith("train.py: error: ")
     assert error.count("\n") == 1
@@ -190,13 +189,14 @@ def test_what_cannot_work_is_one_sentence_exit_code_2_and_leaves_nothing(
     assert sorted(os.listdir()) == before
 
 
-def test_a_run_is_neither_overwritten_nor_gone_on_with_in_another_way(unbroken, text, tmp_path):
+def test_a_run_is_neither_overwritten_nor_resumed_with_other_settings(unbroken, text, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(unbroken, run)
-    with pytest.raises(ValueError, match=r"already holds a run\. Go on with it by --resume"):
+    with pytest.raises(ValueError, match=r"already holds a run\. Continue it with --resume"):
         train("--text", text, "--out", run, *SMALL)
-    with pytest.raises(ValueError, match=r"has learning_rate=0\.003, so it cannot go on with 0\.1"):
-        train("--out", run, "--resume", "--learning-rate", 0.1)
+    # Not even with the run's own value.
+    with pytest.raises(ValueError, match=r"settings of the run, and so no --untied and no --steps\. "):
+        train("--out", run, "--resume", "--steps", 6, "--untied")
     settings = json.loads((run / "run.json").read_text())
     other = tmp_path / "other.txt"
     other.write_text(TEXT + "!")
@@ -205,18 +205,18 @@ def test_a_run_is_neither_overwritten_nor_gone_on_with_in_another_way(unbroken, 
         train("--out", run, "--resume")
 
 
-def test_one_character_repeated_leaves_nothing_to_doubt(tmp_path):
+def test_one_character_repeated_has_a_loss_of_zero(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("a" * 40)
     train("--text", path, "--out", tmp_path / "a", *SMALL, "--steps", 1)
     losses, evaluations = history(tmp_path / "a")
-    assert losses == {1: 0.0}  # One token that can come: no doubt, no loss.
+    assert losses == {1: 0.0}  # Only one token is possible.
     assert evaluations == {1: 0.0}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["byte", "word"])
-def test_other_tokens_are_learned_too(kind, text, tmp_path):
+def test_other_tokenizers_train_too(kind, text, tmp_path):
     train("--text", text, "--tokenizer", kind, "--out", tmp_path / kind, *SMALL)
     losses, _ = history(tmp_path / kind)
     assert losses[6] < losses[1]
@@ -224,7 +224,7 @@ def test_other_tokens_are_learned_too(kind, text, tmp_path):
 
 
 @pytest.mark.slow
-def test_mixed_precision_learns_and_goes_on_in_it(text, tmp_path):
+def test_mixed_precision_trains_and_is_resumed(text, tmp_path):
     run = tmp_path / "run"
     train("--text", text, "--out", run, *SMALL, "--mixed-precision")
     losses, _ = history(run)
@@ -235,8 +235,8 @@ def test_mixed_precision_learns_and_goes_on_in_it(text, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_devices_lose_what_one_loses(text, tmp_path):
-    # Without dropout, whose draws are a device's own.
+def test_two_devices_have_the_losses_of_one(text, tmp_path):
+    # Without dropout, whose random numbers differ between devices.
     options = ("--text", text, *SMALL, "--dropout", 0, "--steps", 4)
     process = start("--out", tmp_path / "two", *options, "--strategy", "mirrored", "--devices", 2)
     train("--out", tmp_path / "one", *options)
@@ -277,7 +277,7 @@ def start_workers(*options):
 
 
 @pytest.mark.slow
-def test_two_workers_lose_what_one_loses_write_once_and_go_on(text, tmp_path):
+def test_two_workers_have_the_losses_of_one_write_once_and_are_resumed(text, tmp_path):
     options = ("--text", text, *SMALL, "--dropout", 0)
     processes = start_workers("--out", tmp_path / "two", *options)
     train("--out", tmp_path / "one", *options)
@@ -310,7 +310,7 @@ def test_a_signal_to_one_worker_stops_both_at_the_same_step(text, tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_again_and_again_at_random_steps_it_ends_as_the_unbroken_run(text, tmp_path):
+def test_killed_again_and_again_at_random_steps_it_ends_as_the_uninterrupted_run(text, tmp_path):
     options = (*SMALL, "--steps", 400, "--evaluate-every", 100, "--checkpoint-every", 5)
     train("--text", text, "--out", tmp_path / "unbroken", *options)
     run = tmp_path / "run"
@@ -333,7 +333,7 @@ def test_killed_again_and_again_at_random_steps_it_ends_as_the_unbroken_run(text
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [4_000, 6_000])
 def test_a_full_disk_leaves_the_last_checkpoint_whole(size, text, tmp_path):
-    # A file of at most `size` bytes stands for a full disk: the same failure of the same write.
+    # A limit of `size` bytes per file in place of a full disk: the same write fails in the same way.
     def limit():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))

@@ -67,7 +67,7 @@ def test_the_loss_of_half_precision_logits_is_computed_in_float32():
     assert loss == 60000.0
 
 
-def test_a_hopeless_guess_still_has_a_gradient():
+def test_the_worst_guess_still_has_a_gradient():
     logits = tf.Variable([[0.0, 1000.0]])
     with tf.GradientTape() as tape:
         loss = training.next_token_loss(logits, [0])
@@ -78,7 +78,7 @@ def test_a_hopeless_guess_still_has_a_gradient():
 # Text to batches.
 
 
-def test_the_split_keeps_the_end_of_the_text_to_judge_by():
+def test_the_split_keeps_the_end_of_the_text_for_validation():
     first, last = training.split_token_ids(range(30), 0.1)
     assert first.tolist() == list(range(27))
     assert last.tolist() == [27, 28, 29]
@@ -95,7 +95,7 @@ def first_batches(count, **kwargs):
     return [(windows.numpy(), targets.numpy()) for windows, targets in dataset.take(count)]
 
 
-def test_targets_are_the_windows_one_token_on():
+def test_targets_are_the_windows_one_token_later():
     for windows, targets in first_batches(3):
         assert windows.shape == targets.shape == (B, T)
         np.testing.assert_array_equal(targets, windows + 1)
@@ -137,7 +137,7 @@ def test_a_text_of_one_window_has_one_place_and_a_shorter_one_is_refused():
     dataset = training.training_batches(range(T + 1), T, B)
     np.testing.assert_array_equal(next(iter(dataset))[0], [list(range(T))] * B)
     with pytest.raises(
-        ValueError, match=r"Expected at least 6 tokens to learn from\. Received: 5 tokens"
+        ValueError, match=r"Expected at least 6 tokens to train on\. Received: 5 tokens"
     ):
         training.training_batches(range(T), T, B)
 
@@ -237,14 +237,64 @@ def test_clipping_scales_the_whole_gradient_to_the_longest_allowed():
     assert length == pytest.approx(0.01, rel=1e-3)
 
 
-def test_fifty_steps_on_one_batch_learn_it_by_heart():
+def test_fifty_steps_memorize_one_batch():
     model = tiny_model()
     step = training.make_train_step(model, keras.optimizers.Adam(0.05))
-    # Each token has one successor, so that near zero can be reached.
+    # Each token has one successor, so the loss can come near zero.
     windows = np.array([[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]], "int32")
     losses = [float(step(windows, windows + 1)) for _ in range(50)]
     assert losses[0] == pytest.approx(math.log(V), abs=0.1)
     assert losses[-1] < 0.05
+
+
+def a_dense_layer(model):
+    return next(x for x in model.blocks[0]._flatten_layers() if isinstance(x, keras.layers.Dense))
+
+
+def test_after_each_change_of_the_model_a_step_trains_as_one_made_after_the_change():
+    model = tiny_model()
+    windows, targets = a_batch()
+    step = training.make_train_step(model, keras.optimizers.SGD(0.5))
+    step(windows, targets)
+    dense, weights = a_dense_layer(model), model.get_weights()
+
+    def results(step):
+        model.set_weights(weights)
+        return [step(windows, targets).numpy(), *model.get_weights()]
+
+    last = results(step)
+    for owner, attribute, value in (
+        (dense, "activation", keras.ops.sin),
+        (dense, "dtype_policy", "mixed_bfloat16"),
+        (model.embedding, "trainable", False),
+    ):
+        setattr(owner, attribute, value)
+        after = results(step)
+        for one, two in zip(
+            after, results(training.make_train_step(model, keras.optimizers.SGD(0.5))), strict=True
+        ):
+            np.testing.assert_array_equal(one, two, err_msg=attribute)
+        assert any(np.any(one != two) for one, two in zip(after, last, strict=True)), attribute
+        last = after
+
+
+def test_an_optimizer_for_other_variables_than_the_model_trains_is_refused():
+    model = tiny_model()
+    optimizer = keras.optimizers.SGD(0.5)
+    step = training.make_train_step(model, optimizer)
+    step(*a_batch())
+    a_dense_layer(model).enable_lora(2)
+    message = r"The optimizer was built for other variables\. .* was not built for \S*lora"
+    with pytest.raises(ValueError, match=message):
+        step(*a_batch())
+    with pytest.raises(ValueError, match=message):
+        training.make_train_step(model, optimizer)
+    step = training.make_train_step(model, keras.optimizers.SGD(0.5))
+    frozen, trained = a_dense_layer(model).kernel.numpy(), a_dense_layer(model).lora_kernel_b
+    for _ in range(2):
+        step(*a_batch())
+    assert np.any(trained)
+    assert np.any(frozen != a_dense_layer(model).kernel)
 
 
 ON_TWO_DEVICES = """
@@ -322,7 +372,7 @@ def test_the_learning_rate_rises_then_follows_a_cosine_down_and_stays():
     for step in (0, 1, 2, 4, 8, 12, 20):
         optimizer.iterations.assign(step)
         rates.append(float(optimizer.learning_rate))
-    # Half way down, the cosine stands at the mean of peak and end: (0.4 + 0.04) / 2.
+    # Half way down, the cosine is at the mean of peak and end: (0.4 + 0.04) / 2.
     np.testing.assert_allclose(rates, [0.0, 0.1, 0.2, 0.4, 0.22, 0.04, 0.04], rtol=1e-5)
 
 
@@ -403,7 +453,7 @@ def test_an_empty_directory_restores_nothing_and_a_model_of_another_shape_is_ref
     other.build((None, T))
     optimizer = training.make_optimizer(other, 0.01, steps=6)
     optimizer.build(other.trainable_variables)
-    with pytest.raises(ValueError, match=r"was made by a model or optimizer of other sizes"):
+    with pytest.raises(ValueError, match=r"belongs to a model or optimizer of other sizes"):
         training.Checkpoints(unbroken[0], other, optimizer).restore()
 
 
@@ -434,7 +484,7 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path):
 # Evaluation.
 
 
-def test_evaluation_foretells_every_token_but_the_first_once():
+def test_evaluation_predicts_every_token_but_the_first_once():
     model = tiny_model()
     # 23 tokens: four windows of five targets and one of two, measured three windows at a time.
     text = np.random.default_rng(4).integers(0, V, 23).astype("int32")
@@ -456,16 +506,19 @@ def test_evaluation_measures_the_model_as_it_is_then_and_without_dropout():
     first = evaluate()
     assert evaluate() == first
     model.embedding.token_embeddings.assign_add(np.eye(V, D))
-    assert evaluate().loss != first.loss
+    second = evaluate()
+    assert second.loss != first.loss
+    a_dense_layer(model).activation = keras.ops.sin
+    assert evaluate().loss != second.loss
 
 
 def test_perplexity_and_bits_of_a_loss():
-    # Two nats a token over three tokens: six nats, over five characters.
+    # Two nats per token over three tokens: six nats, over five characters.
     judged = training.Evaluation(loss=2.0, num_tokens=3)
     assert judged.perplexity == pytest.approx(math.e**2)
     assert judged.bits(5) == pytest.approx(6 / 5 / math.log(2))
 
 
-def test_one_token_is_not_enough_to_judge_by():
-    with pytest.raises(ValueError, match=r"Expected at least 2 tokens to judge by\. Received: 1"):
+def test_one_token_is_not_enough_to_evaluate_on():
+    with pytest.raises(ValueError, match=r"Expected at least 2 tokens to evaluate on\. Received: 1"):
         training.make_evaluation(tiny_model(), [3])

@@ -1,8 +1,8 @@
-"""Pictures: who looks at whom, how a loss fell, what a distribution became, what a cache spares.
+"""Pictures of attention weights, losses, distributions to sample from, and what a cache saves.
 
 Drawing needs matplotlib (`pip install "keras-tinyattn[plot]"`); importing this module does not.
-The functions return a matplotlib `Figure` that belongs to nobody else: nothing to close, no display
-needed, `figure.savefig("attention.png")` writes it.
+The functions return a matplotlib `Figure` that pyplot does not know: there is nothing to close, no
+display is needed, and `figure.savefig("attention.png")` writes it.
 """
 
 from keras_tinyattn.plotting.attention import plot_attention, plot_trace

@@ -1,4 +1,4 @@
-"""What all pictures share: colours, panels and labels."""
+"""Colours, panels and labels of all pictures."""
 
 import math
 
@@ -7,13 +7,13 @@ from keras import ops
 
 # Up to this many rows and columns each cell shows its number.
 NUMBERS_UP_TO = 12
-# Beside that many labels, only each second, third, ... one fits.
+# Of more labels than these, only every second, third, ... is shown.
 LABELS_UP_TO = 48
 
 INK = "#22303c"
 FAINT = "#6b7785"
 NEVER = "#eceff1"
-# Two that are told apart, also in grey.
+# Two that differ in greyscale, too.
 BLUE = "#1f5f99"
 ORANGE = "#c2571a"
 PALE_BLUE = "#a9c4dd"
@@ -25,14 +25,14 @@ def make_panels(shape, rows, columns, title):
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "A picture is drawn by matplotlib, which is not installed. "
+            "Pictures are drawn by matplotlib, which is not installed. "
             'Install it with `pip install "keras-tinyattn[plot]"`.'
         ) from error
 
     panel_height, panel_width = (min(max(1.6 + 0.62 * size, 2.6), 9.0) for size in shape)
     width, height = columns * panel_width + 0.6, rows * panel_height + 0.5 + 0.5 * bool(title)
     figure = Figure(figsize=(width, height), dpi=160, facecolor="white", layout="constrained")
-    x, y = 0.1 / width, 0.1 / height  # A tenth of an inch is kept free all around.
+    x, y = 0.1 / width, 0.1 / height  # A margin of a tenth of an inch.
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1, rect=(x, y, 1 - 2 * x, 1 - 2 * y))
     if title:
         figure.suptitle(title, color=INK, fontsize=14, fontweight="bold", parse_math=False)
@@ -48,13 +48,13 @@ def one_colour(colour):
 def set_labels(axis, set_ticks, tokens):
     step = math.ceil(len(tokens) / LABELS_UP_TO)
     labels = [_visible(token) for token in tokens][::step]
-    lying = axis.axis_name == "x" and len(labels) > 1 and max(map(len, labels)) > 6
+    slanted = axis.axis_name == "x" and len(labels) > 1 and max(map(len, labels)) > 6
     set_ticks(
         range(0, len(tokens), step),
         labels,
-        rotation=45 if lying else 0,
-        ha="right" if lying or axis.axis_name == "y" else "center",
-        rotation_mode="anchor" if lying else "default",
+        rotation=45 if slanted else 0,
+        ha="right" if slanted or axis.axis_name == "y" else "center",
+        rotation_mode="anchor" if slanted else "default",
         fontsize=10.5 if len(labels) <= NUMBERS_UP_TO else 7,
         parse_math=False,
     )
@@ -74,6 +74,6 @@ def as_numbers(x):
 def check_labels(name, labels, axis, count):
     if len(labels) != count:
         raise ValueError(
-            f"Each {axis} needs its label. Expected {count} {name}, one a {axis}. "
+            f"Each {axis} needs its label. Expected {count} {name}, one per {axis}. "
             f"Received: {len(labels)} labels. Give as many as the picture has {axis}s."
         )

@@ -1,4 +1,4 @@
-"""Who looks at whom, and how much."""
+"""Who attends to whom, and how much."""
 
 import math
 
@@ -22,15 +22,14 @@ __all__ = ["plot_attention", "plot_trace"]
 def plot_attention(weights, query_tokens, key_tokens=None, title=None, head_titles=None):
     """Draw attention weights as heat maps: a row for each query, a column for each key.
 
-    A weight that is exactly zero, such as one under a mask, is a grey cell without a number: there the
-    query may not look at all.
+    A weight that is exactly zero, such as a masked one, is a grey cell without a number.
 
     Args:
-        weights: `(T, S)`, or `(H, T, S)` for one map a head; each in [0, 1].
+        weights: `(T, S)`, or `(H, T, S)` for one map per head; each in [0, 1].
         query_tokens: T labels of the rows.
         key_tokens: S labels of the columns; `query_tokens` unless given.
         title: a line above the picture; none unless given.
-        head_titles: H titles; "head 1", "head 2" and so on unless given, and none above a lone map.
+        head_titles: H titles; "head 1", "head 2" and so on unless given, and none above a single map.
 
     Returns:
         A `matplotlib.figure.Figure`.
@@ -41,8 +40,9 @@ def plot_attention(weights, query_tokens, key_tokens=None, title=None, head_titl
 
     Example:
 
-    >>> weights = [[1.0, 0.0], [0.3, 0.7]]
-    >>> plot_attention(weights, ["The", "cat"]).savefig("attention.png")  # doctest: +SKIP
+    >>> figure = plot_attention([[1.0, 0.0], [0.3, 0.7]], ["The", "cat"])
+    >>> [text.get_text() for text in figure.axes[0].texts]
+    ['100.0%', '30.0%', '70.0%']
     """
     weights = as_numbers(weights)
     if weights.ndim not in (2, 3):
@@ -50,11 +50,11 @@ def plot_attention(weights, query_tokens, key_tokens=None, title=None, head_titl
             "A picture shows the weights of one sequence. Expected shape (T, S) or (H, T, S). "
             f"Received: shape {weights.shape}. Pick one sequence of the batch: weights[0]."
         )
-    lone = weights.ndim == 2
-    maps = weights[None] if lone else weights
+    single = weights.ndim == 2
+    maps = weights[None] if single else weights
     key_tokens = query_tokens if key_tokens is None else key_tokens
     if head_titles is None:
-        head_titles = [""] if lone else [f"head {head}" for head in range(1, len(maps) + 1)]
+        head_titles = [""] if single else [f"head {head}" for head in range(1, len(maps) + 1)]
     check_labels("head_titles", head_titles, "head", len(maps))
     columns = min(len(maps), 4)
     figure, panels = make_panels(maps.shape[1:], math.ceil(len(maps) / columns), columns, title)
@@ -71,7 +71,7 @@ def plot_attention(weights, query_tokens, key_tokens=None, title=None, head_titl
 def plot_trace(trace, tokens, head=0, batch=0, title=None):
     """Draw raw scores, scaled scores and weights of one head side by side.
 
-    Both kinds of scores share one scale of colour, so that the scaling is seen as paler colours.
+    Raw and scaled scores share one colour scale, so that the scaling shows as paler colours.
 
     Args:
         trace: an `AttentionTrace`, what `layer.trace(x)` returns.
@@ -89,7 +89,12 @@ def plot_trace(trace, tokens, head=0, batch=0, title=None):
 
     Example:
 
-    >>> plot_trace(layer.trace(x), ["The", "cat", "sat"]).savefig("trace.png")  # doctest: +SKIP
+    >>> import keras, keras_tinyattn
+    >>> layer = keras_tinyattn.ScaledSelfAttention(head_dim=4)
+    >>> layer.build((None, None, 8))
+    >>> figure = plot_trace(layer.trace(keras.random.normal((1, 3, 8))), ["The", "cat", "sat"])
+    >>> [axes.get_title() for axes in figure.axes]
+    ['Raw scores', 'Scaled scores', 'Weights']
     """
     raw = as_numbers(trace.raw_scores[batch, head])
     scaled = as_numbers(trace.scaled_scores[batch, head])
@@ -100,7 +105,7 @@ def plot_trace(trace, tokens, head=0, batch=0, title=None):
     figure, panels = make_panels(raw.shape, 1, 3, title)
     _heat_map(panels[0], raw, tokens, tokens, "Raw scores", r"$Q\,K^T$", limit)
     _heat_map(panels[1], scaled, tokens, tokens, "Scaled scores", scaling, limit)
-    _heat_map(panels[2], weights, tokens, tokens, "Weights", "softmax: each row shares out 100%")
+    _heat_map(panels[2], weights, tokens, tokens, "Weights", "softmax: each row sums to 100%")
     panels[0].set_ylabel("query: who looks", color=FAINT)
     return figure
 
@@ -112,11 +117,11 @@ def _heat_map(axes, matrix, query_tokens, key_tokens, name="", formula="", score
     is_weight = score_limit is None
     if is_weight:
         image = axes.imshow(matrix, cmap="Blues", vmin=0.0, vmax=1.0)
-        # Exact zeros only: a small weight is still a look.
+        # Exact zeros only: a small weight is still attention.
         never = np.ma.masked_where(matrix != 0.0, np.zeros_like(matrix))
         axes.imshow(never, cmap=one_colour(NEVER))
     else:
-        # White at 0, so that the colour of a score says its sign.
+        # White at 0, so that the colour shows the sign.
         image = axes.imshow(matrix, cmap="PuOr_r", vmin=-score_limit, vmax=score_limit)
     axes.set_xlabel("key: who is looked at", color=FAINT)
     set_labels(axes.xaxis, axes.set_xticks, key_tokens)

@@ -1,4 +1,4 @@
-"""What is drawn from, and what each step of a generation computes."""
+"""Distributions to sample from, and what each step of a generation computes."""
 
 import math
 
@@ -22,14 +22,14 @@ __all__ = ["plot_cached_steps", "plot_distributions"]
 
 
 def plot_distributions(probabilities, tokens, titles=None, before=None, drawn=None, title=None):
-    """Draw distributions over the same tokens: a panel each, a bar for each token.
+    """Draw distributions over the same tokens: one panel each, with a bar for each token.
 
     Args:
         probabilities: `(N, V)`, each in [0, 1].
         tokens: V labels, from the top down.
         titles: N titles; none unless given.
         before: `(V,)` probabilities to compare with, an outline in every panel; none unless given.
-        drawn: `(N, V)` shares of draws, a dot each; none unless given.
+        drawn: `(N, V)`, how often each token was sampled, as shares, shown as dots; none unless given.
         title: a line above the picture; none unless given.
 
     Returns:
@@ -41,7 +41,9 @@ def plot_distributions(probabilities, tokens, titles=None, before=None, drawn=No
 
     Example:
 
-    >>> plot_distributions([[0.9, 0.1], [0.6, 0.4]], ["cat", "dog"], ["cold", "hot"])  # doctest: +SKIP
+    >>> figure = plot_distributions([[0.9, 0.1], [0.6, 0.4]], ["cat", "dog"], ["cold", "hot"])
+    >>> [axes.get_title() for axes in figure.axes]
+    ['cold', 'hot']
     """
     probabilities = as_numbers(probabilities)
     before = None if before is None else as_numbers(before)
@@ -57,13 +59,13 @@ def plot_distributions(probabilities, tokens, titles=None, before=None, drawn=No
         if index >= count:
             axes.set_axis_off()
             continue
-        axes.barh(range(size), probabilities[index], color="#6f9fc8", label="drawn with")
+        axes.barh(range(size), probabilities[index], color="#6f9fc8", label="sampled from")
         if before is not None:
             axes.barh(range(size), before, fill=False, edgecolor=FAINT, linewidth=0.9, label="before")
         if drawn is not None:
-            # A token that cannot be drawn, and was not, has no dot.
+            # A token that cannot be sampled, and was not, has no dot.
             share = np.ma.masked_where((probabilities[index] == 0) & (drawn[index] == 0), drawn[index])
-            axes.plot(share, range(size), ".", color=ORANGE, markersize=7, label="share drawn")
+            axes.plot(share, range(size), ".", color=ORANGE, markersize=7, label="share sampled")
         for row, probability in enumerate(probabilities[index]):
             reach = max(part[row] for part in (probabilities[index], before) if part is not None)
             if drawn is not None:
@@ -96,29 +98,31 @@ def plot_distributions(probabilities, tokens, titles=None, before=None, drawn=No
 
 
 def plot_cached_steps(computed, held, curves, title=None):
-    """Draw which keys each step of a generation computes and finds in a cache, and what it costs.
+    """Draw which keys each step of a generation computes, which it finds in a cache, and the cost.
 
     Args:
-        computed: a dictionary from the name of a way to generate to `(N, S)` booleans: whether step n
-            computes the key of position s.
+        computed: a dictionary from the name of a method to `(N, S)` booleans: whether step n computes
+            the key of position s.
         held: as `computed`: whether step n finds it in a cache.
         curves: a dictionary from the name of a cost to a dictionary from the same names to `(N,)`
             numbers of at least 0.
         title: a line above the picture; none unless given.
 
     Returns:
-        A `matplotlib.figure.Figure`, a map for each way and a panel for each cost.
+        A `matplotlib.figure.Figure`, a map for each method and a panel for each cost.
 
     Raises:
         ModuleNotFoundError: if matplotlib is not installed.
 
     Example:
 
-    >>> plot_cached_steps(
+    >>> figure = plot_cached_steps(
     ...     {"whole window": [[True, False], [True, True]], "cache": [[True, False], [False, True]]},
     ...     {"whole window": [[False] * 2] * 2, "cache": [[False, False], [True, False]]},
     ...     {"keys computed": {"whole window": [1, 2], "cache": [1, 1]}},
-    ... ).savefig("cache.png")  # doctest: +SKIP
+    ... )
+    >>> [axes.get_title() for axes in figure.axes if axes.axison]
+    ['whole window', 'cache', 'keys computed']
     """
     colours = dict(zip(computed, (ORANGE, BLUE), strict=False))
     figure, panels = make_panels((4, 6), math.ceil((len(computed) + len(curves)) / 2), 2, title)
@@ -138,7 +142,7 @@ def plot_cached_steps(computed, held, curves, title=None):
                 interpolation="nearest",
                 extent=(-0.5, cells.shape[1] - 0.5, len(cells) + 0.5, 0.5),
             )
-            # A map has no entry of its own in a legend.
+            # A map makes no entry in a legend by itself.
             if np.any(cells):
                 axes.plot([], [], "s", color=colour, label=label)
         axes.set_title(name, color=INK, fontsize=12, fontweight="bold", parse_math=False)

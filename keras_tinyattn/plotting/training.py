@@ -1,4 +1,4 @@
-"""How a loss fell."""
+"""The loss of a training run."""
 
 import numpy as np
 
@@ -8,11 +8,11 @@ __all__ = ["plot_losses"]
 
 
 def plot_losses(losses, evaluations=(), title=None):
-    """Draw how the loss of a training run fell.
+    """Draw the loss of a training run over its steps.
 
     Args:
-        losses: the loss of each step, in nats; the first belongs to step 1.
-        evaluations: pairs of a step and the loss of the validation text then.
+        losses: the loss of each step, in nats; the first is that of step 1.
+        evaluations: pairs of a step and the validation loss then.
         title: a line above the picture; none unless given.
 
     Returns:
@@ -23,12 +23,14 @@ def plot_losses(losses, evaluations=(), title=None):
 
     Example:
 
-    >>> plot_losses([3.0, 2.5, 2.2], [(3, 2.4)]).savefig("losses.png")  # doctest: +SKIP
+    >>> figure = plot_losses([3.0, 2.5, 2.2], [(3, 2.4)])
+    >>> [line.get_label() for line in figure.axes[0].lines[1:]]
+    ['training', 'validation']
     """
     figure, (axes,) = make_panels((5, 10), 1, 1, title)
     losses = np.asarray(losses, "float64")
     steps = np.arange(1, len(losses) + 1)
-    # The mean of so many steps to either side shows the course under the noise of the batches.
+    # A mean over this many steps to either side smooths the noise of the batches.
     reach = len(losses) // 50
     sums = np.concatenate([[0.0], np.cumsum(losses)])
     first, last = np.maximum(steps - 1 - reach, 0), np.minimum(steps + reach, len(losses))
@@ -37,7 +39,7 @@ def plot_losses(losses, evaluations=(), title=None):
     if len(evaluations):
         axes.plot(*zip(*evaluations, strict=True), "o-", color=ORANGE, label="validation")
     axes.set_xlabel("step", color=FAINT)
-    axes.set_ylabel("loss, nats a token", color=FAINT)
+    axes.set_ylabel("loss, nats per token", color=FAINT)
     axes.grid(color=NEVER)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)

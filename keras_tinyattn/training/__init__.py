@@ -1,17 +1,16 @@
-"""Text to a fitted model, in the order in which a run goes through it.
+"""A text to a trained model, in the order in which a run needs them.
 
-text -> token ids, split into a part to learn from and a part to judge by
-  -> batches of windows and their next tokens, each a pure function of seed and step
-  -> next-token loss -> gradients -> optimizer step
-  -> whole-split evaluation, checkpoints
+windows.py      token ids, split into training and validation -> batches of windows and next tokens
+optimizer.py    AdamW with a schedule
+step.py         windows -> next-token loss -> gradients -> an update; the loop
+evaluation.py   the loss over a whole text
+checkpoints.py  what a run that was stopped needs to continue
 """
 
 from keras_tinyattn.training.checkpoints import Checkpoints
 from keras_tinyattn.training.evaluation import Evaluation, make_evaluation
-from keras_tinyattn.training.loop import train
-from keras_tinyattn.training.loss import next_token_loss
 from keras_tinyattn.training.optimizer import make_optimizer
-from keras_tinyattn.training.step import make_train_step
+from keras_tinyattn.training.step import make_train_step, next_token_loss, train
 from keras_tinyattn.training.windows import split_token_ids, training_batches
 
 __all__ = [

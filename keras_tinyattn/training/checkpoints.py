@@ -1,4 +1,4 @@
-"""What a run needs to go on after it was stopped, on disk."""
+"""What a run needs to continue after it was stopped, on disk."""
 
 import pathlib
 import re
@@ -12,26 +12,26 @@ from keras_tinyattn.training.optimizer import steps_taken
 class Checkpoints:
     """TensorFlow checkpoints of a model, its optimizer and its random states.
 
-    A checkpoint is written under another name and renamed when it is whole: a kill or a full disk
-    leaves the one before it as the newest.
+    A checkpoint is written under another name and renamed when it is complete: after a kill or a full
+    disk the one before it is still the newest.
 
     Args:
-        directory: where they stand.
+        directory: where they are kept.
         model: a built model.
         optimizer: its optimizer, built by `make_train_step` or `optimizer.build`.
-        keep: how many of the newest are kept.
+        keep: how many to keep, the newest.
     """
 
     def __init__(self, directory, model, optimizer, keep=2):
         self.directory = pathlib.Path(directory)
         self.optimizer = optimizer
-        # Every variable by its place: Keras' own objects leave the states of dropout out.
+        # Variables by their index: what TensorFlow tracks in Keras' own objects lacks dropout's seeds.
         self._checkpoint = tf.train.Checkpoint(
             model=[variable.value for variable in model.variables],
             optimizer=[variable.value for variable in optimizer.variables],
         )
-        # Made at the first save unless asked for: among several workers only one saves, and a variable
-        # must be made by all of them.
+        # TensorFlow would create this counter at the first save. Of several workers only one saves, but
+        # all of them must create a variable: so it is created here.
         _ = self._checkpoint.save_counter
         self._manager = tf.train.CheckpointManager(self._checkpoint, str(directory), max_to_keep=keep)
 
@@ -41,19 +41,19 @@ class Checkpoints:
         Returns:
             Its path prefix.
         """
-        for leftover in self.directory.glob("ckpt-*_temp"):  # Of a write that was cut short.
+        for leftover in self.directory.glob("ckpt-*_temp"):  # A write was interrupted.
             shutil.rmtree(leftover, ignore_errors=True)
         return self._manager.save(checkpoint_number=steps_taken(self.optimizer))
 
     def restore(self):
-        """Set every variable as the newest whole checkpoint has it.
+        """Set every variable to its value in the newest complete checkpoint.
 
         Returns:
-            The number of steps that it had taken, or 0 if there is no checkpoint.
+            The number of steps taken by then, or 0 if there is no checkpoint.
 
         Raises:
-            ValueError: if it is of a model or optimizer of other sizes, or none that is there can be
-                read.
+            ValueError: if it belongs to a model or optimizer of other sizes, or every checkpoint
+                is damaged.
         """
         prefixes = sorted(
             (path.with_suffix("") for path in self.directory.glob("ckpt-*.index")),
@@ -65,11 +65,11 @@ class Checkpoints:
                 self._check_sizes(prefix)
                 self._checkpoint.restore(str(prefix)).assert_consumed()
             except (tf.errors.OpError, IndexError):
-                continue  # Damaged after it was written: the one before it is whole.
+                continue  # Damaged later; the one before it may be complete.
             return steps_taken(self.optimizer)
         if prefixes:
             raise ValueError(
-                f"No checkpoint in {self.directory} can be read. Expected a whole one. "
+                f"No checkpoint in {self.directory} can be read. Expected a complete one. "
                 f"Received: {len(prefixes)} damaged. Start again in another directory."
             )
         return 0
@@ -88,7 +88,7 @@ class Checkpoints:
         if found != expected:
             different = sorted(set(found.items()) ^ set(expected.items()))[0][0]
             raise ValueError(
-                f"{prefix} was made by a model or optimizer of other sizes. Expected for its variable "
+                f"{prefix} belongs to a model or optimizer of other sizes. Expected for its variable "
                 f"{different}: {expected.get(different, 'nothing')}. "
                 f"Received: {found.get(different, 'nothing')}. Build both with the sizes of that run."
             )

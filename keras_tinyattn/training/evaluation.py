@@ -1,4 +1,4 @@
-"""How well a model foretells a text that it has not learned from."""
+"""How well a model predicts a text that it was not trained on."""
 
 import math
 from typing import NamedTuple
@@ -6,35 +6,35 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from keras_tinyattn.training.loss import sum_of_losses
+from keras_tinyattn.training.step import never_stale, sum_of_losses
 
 
 class Evaluation(NamedTuple):
     """The loss over a whole text."""
 
-    loss: float  # nats a token
-    num_tokens: int  # how many tokens were foretold
+    loss: float  # nats per token
+    num_tokens: int  # how many tokens were predicted
 
     @property
     def perplexity(self):
-        """Among how many equally likely tokens the model hesitates."""
+        """The model is as uncertain as a uniform choice among this many tokens."""
         return math.exp(min(self.loss, 700.0))
 
     def bits(self, count):
-        """Bits for each of `count` characters or bytes, whichever the foretold tokens make up."""
+        """Bits per character or byte, where the predicted tokens are `count` of them."""
         return self.loss * self.num_tokens / count / math.log(2)
 
 
 def make_evaluation(model, token_ids, sequence_length=None, batch_size=16):
     """A function that measures the loss over a whole text, in windows that do not overlap.
 
-    Every token but the first is foretold once, from what stands before it in its window.
+    Every token but the first is predicted once, from the tokens before it in its window.
 
     Args:
         model: a built `CausalLM`.
         token_ids: `(N,)` integers, at least two.
         sequence_length: T, the length of a window; the model's longest unless given.
-        batch_size: how many windows are measured at once.
+        batch_size: how many windows are evaluated at once.
 
     Returns:
         `evaluate()`, which returns an `Evaluation` of the model as it is then.
@@ -45,8 +45,8 @@ def make_evaluation(model, token_ids, sequence_length=None, batch_size=16):
     token_ids = np.asarray(token_ids, "int32")
     if len(token_ids) < 2:
         raise ValueError(
-            "A token is foretold from the one before it. Expected at least 2 tokens to judge by. "
-            f"Received: {len(token_ids)}. Give a longer text, or keep a larger share of it back."
+            "A token is predicted from the one before it. Expected at least 2 tokens to evaluate on. "
+            f"Received: {len(token_ids)}. Give a longer text, or a larger validation share."
         )
     T = model.sequence_length if sequence_length is None else sequence_length
     num_tokens = len(token_ids) - 1
@@ -61,9 +61,14 @@ def make_evaluation(model, token_ids, sequence_length=None, batch_size=16):
     inputs, targets = batches(token_ids[:-1]), batches(token_ids[1:])
     mask = batches(np.ones(num_tokens, "bool"))
 
-    @tf.function(jit_compile=True)
-    def batch_loss(token_ids, targets, mask):
-        return sum_of_losses(model(token_ids, training=False), targets, mask)[0]
+    def make_batch_loss():
+        @tf.function(jit_compile=True)
+        def batch_loss(token_ids, targets, mask):
+            return sum_of_losses(model(token_ids, training=False), targets, mask)[0]
+
+        return batch_loss
+
+    batch_loss = never_stale(model, make_batch_loss)
 
     def evaluate():
         total = sum(float(batch_loss(*batch)) for batch in zip(inputs, targets, mask, strict=True))

@@ -7,16 +7,16 @@ import tensorflow as tf
 def make_optimizer(
     model, learning_rate, steps, warmup_steps=0, final_share=0.1, weight_decay=0.1, beta_2=0.99
 ):
-    """AdamW with warm-up and cosine decay of the learning rate, and weight decay on matrices only.
+    """AdamW with warm-up and cosine decay of the learning rate, and weight decay of matrices only.
 
     Args:
-        model: a built model; its vectors (biases, normalisations) do not decay.
+        model: a built model; its vectors (biases, normalizations) do not decay.
         learning_rate: its peak, reached after the warm-up.
-        steps: the step at which the learning rate has come down; it stays there.
-        warmup_steps: over how many of them it rises from 0 to its peak.
-        final_share: the share of the peak at which it ends, in [0, 1]; 1 keeps it constant.
-        weight_decay: share of a matrix that is taken off at each step, times the learning rate.
-        beta_2: how slowly the mean of the squared gradients forgets.
+        steps: the step at which the decay ends; the learning rate stays there.
+        warmup_steps: the number of steps in which it rises from 0 to its peak.
+        final_share: where the decay ends, as a share of the peak in [0, 1]; 1 keeps it constant.
+        weight_decay: each step subtracts this share of a matrix, times the learning rate.
+        beta_2: decay rate of the moving average of squared gradients.
 
     Returns:
         A `keras.optimizers.AdamW`.
@@ -28,14 +28,14 @@ def make_optimizer(
     """
     if not model.built:
         raise ValueError(
-            "Which variables decay follows from their shapes. Expected a built model. "
-            "Received: a model without variables. Call it on a batch first."
+            "The shapes of variables decide which of them decay. Expected a built model. "
+            "Received: a model without variables. Build it, or call it on a batch first."
         )
     if not 0 <= warmup_steps < steps:
         raise ValueError(
-            "The learning rate rises first and comes down after. "
+            "The learning rate rises in the warm-up and decays after it. "
             f"Expected warmup_steps from 0 to {steps - 1}. Received: warmup_steps={warmup_steps}, "
-            f"steps={steps}. Warm up for less, or train for longer."
+            f"steps={steps}. Warm up for fewer steps, or train for more."
         )
     schedule = keras.optimizers.schedules.CosineDecay(
         initial_learning_rate=0.0 if warmup_steps else learning_rate,
@@ -54,5 +54,5 @@ def make_optimizer(
 
 
 def steps_taken(optimizer):
-    """How many steps the optimizer has taken, as an integer, also where a strategy mirrors them."""
+    """How many steps the optimizer has taken, as an integer, also under a distribution strategy."""
     return int(tf.convert_to_tensor(optimizer.iterations.value))

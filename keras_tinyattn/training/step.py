@@ -1,29 +1,73 @@
-"""One step down the gradient, on one device or many."""
+"""The loss, a step down its gradient on one device or many, and the loop over the steps."""
 
 import tensorflow as tf
 
-from keras_tinyattn.training.loss import sum_of_losses
+from keras_tinyattn.training.optimizer import steps_taken
+from keras_tinyattn.training.windows import training_batches
+
+
+def next_token_loss(logits, targets, mask=None):
+    """Mean negative log-likelihood of the targets, in nats per token.
+
+        loss = -mean(log softmax(logits)[target])
+
+    Args:
+        logits: `(..., V)`.
+        targets: `(...)` integers, the id that each row of logits should predict.
+        mask: `(...)` booleans, true where the target is real; all are unless given.
+
+    Returns:
+        A scalar in at least float32; 0, with a gradient of 0, when no target is real.
+
+    Example:
+
+    >>> print(next_token_loss(tf.zeros((1, 3, 20)), [[2, 3, 4]]).numpy().round(3))
+    2.996
+    """
+    total, count = sum_of_losses(logits, targets, mask)
+    return tf.math.divide_no_nan(total, count)
+
+
+def sum_of_losses(logits, targets, mask=None):
+    """The numerator and denominator of `next_token_loss`, which add up over batches and devices."""
+    logits = tf.convert_to_tensor(logits)
+    logits = tf.cast(logits, tf.float64 if logits.dtype == tf.float64 else tf.float32)
+    if mask is None:
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=targets, logits=logits)
+        return tf.reduce_sum(losses), tf.cast(tf.size(losses), losses.dtype)
+    mask = tf.cast(mask, tf.bool)
+    # Masked before the loss, not after it: where a target does not count, neither the loss nor its
+    # gradient need be finite, and 0 * NaN is NaN.
+    logits = tf.where(mask[..., None], logits, tf.zeros_like(logits))
+    targets = tf.where(mask, targets, tf.zeros_like(targets))
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=targets, logits=logits)
+    real = tf.cast(mask, losses.dtype)
+    return tf.reduce_sum(losses * real), tf.reduce_sum(real)
 
 
 def make_train_step(model, optimizer, clip_norm=None):
     """A function that takes one GradientTape step on a batch.
 
-    Forward and backward pass are compiled with XLA; the optimizer updates outside of them. Called
-    where a distribution strategy is in scope, the step runs on each of its devices, and the loss is the
+    Forward and backward pass are compiled with XLA; the optimizer updates outside of them. When called
+    in the scope of a distribution strategy, the step runs on each of its devices, and the loss is the
     mean over the global batch: the sum on a device, divided by the count on all of them.
+
+    A model may change between two steps: after a layer is frozen or replaced, or its dtype policy is
+    changed, the next call trains the model as it is then.
 
     Args:
         model: a built `CausalLM`.
         optimizer: a Keras optimizer.
-        clip_norm: the longest that the gradient of the global batch may be, over all variables;
-            a longer one is scaled down to it.
+        clip_norm: the largest norm that the gradient of the global batch may have, over all variables;
+            a longer gradient is scaled down to it.
 
     Returns:
         `step(token_ids, targets, mask=None)`, of `(B, T)` each, or of the per-device batches of a
         strategy; it updates the model and returns the loss before the update, a scalar.
 
     Raises:
-        ValueError: if the optimizer clips by itself on more than one device.
+        ValueError: if the optimizer clips by itself on more than one device. Here and at a step: if it
+            was built for other variables than the model trains.
     """
     strategy = tf.distribute.get_strategy()
     devices = strategy.num_replicas_in_sync
@@ -34,47 +78,143 @@ def make_train_step(model, optimizer, clip_norm=None):
             f"clipnorm={optimizer.clipnorm}, global_clipnorm={optimizer.global_clipnorm}, "
             f"clipvalue={optimizer.clipvalue}. Pass clip_norm to make_train_step instead."
         )
-
-    @tf.function(jit_compile=True)
-    def loss_and_gradients(token_ids, targets, mask, count):
-        with tf.GradientTape() as tape:
-            total, own_count = sum_of_losses(model(token_ids, training=True), targets, mask)
-            loss = tf.math.divide_no_nan(total, own_count if count is None else count)
-        # The gradient of a table comes as the rows that were looked up; as a whole it can be summed.
-        gradients = [
-            tf.convert_to_tensor(gradient)
-            for gradient in tape.gradient(loss, model.trainable_variables)
-        ]
-        return loss, gradients if devices > 1 else clip(gradients)
+    optimizer.build(model.trainable_variables)
+    _check_variables(model, optimizer)
 
     def clip(gradients):
         if clip_norm is None:
             return gradients
         return tf.clip_by_global_norm(gradients, clip_norm)[0]
 
-    def update(token_ids, targets, mask):
-        if devices == 1:
-            loss, gradients = loss_and_gradients(token_ids, targets, mask, None)
-        else:
-            replica = tf.distribute.get_replica_context()
-            own_count = tf.size(targets) if mask is None else tf.math.count_nonzero(mask)
-            count = replica.all_reduce("sum", tf.cast(own_count, tf.float32))
-            loss, gradients = loss_and_gradients(token_ids, targets, mask, count)
-            loss = replica.all_reduce("sum", loss)
-            if clip_norm is not None:
-                # Keras sums over the devices when it applies: equal parts bring back what is clipped.
-                gradients = clip(replica.all_reduce("sum", gradients))
-                gradients = [gradient / devices for gradient in gradients]
-        optimizer.apply(gradients, model.trainable_variables)
-        return loss
+    def make_step():
+        _check_variables(model, optimizer)
 
-    optimizer.build(model.trainable_variables)
+        @tf.function(jit_compile=True)
+        def loss_and_gradients(token_ids, targets, mask, count):
+            with tf.GradientTape() as tape:
+                total, own_count = sum_of_losses(model(token_ids, training=True), targets, mask)
+                loss = tf.math.divide_no_nan(total, own_count if count is None else count)
+            # The gradient of an embedding is sparse, `IndexedSlices`; a dense one can be summed.
+            gradients = [
+                tf.convert_to_tensor(gradient)
+                for gradient in tape.gradient(loss, model.trainable_variables)
+            ]
+            return loss, gradients if devices > 1 else clip(gradients)
 
-    @tf.function
-    def step(token_ids, targets, mask=None):
-        if devices == 1 and not tf.distribute.has_strategy():
-            return update(token_ids, targets, mask)
-        losses = strategy.run(update, (token_ids, targets, mask))
-        return strategy.experimental_local_results(losses)[0]
+        def update(token_ids, targets, mask):
+            if devices == 1:
+                loss, gradients = loss_and_gradients(token_ids, targets, mask, None)
+            else:
+                replica = tf.distribute.get_replica_context()
+                own_count = tf.size(targets) if mask is None else tf.math.count_nonzero(mask)
+                count = replica.all_reduce("sum", tf.cast(own_count, tf.float32))
+                loss, gradients = loss_and_gradients(token_ids, targets, mask, count)
+                loss = replica.all_reduce("sum", loss)
+                if clip_norm is not None:
+                    # `apply` sums over the devices, so each of them gives an equal part of the clipped
+                    # gradient.
+                    gradients = clip(replica.all_reduce("sum", gradients))
+                    gradients = [gradient / devices for gradient in gradients]
+            optimizer.apply(gradients, model.trainable_variables)
+            return loss
 
-    return step
+        @tf.function
+        def step(token_ids, targets, mask=None):
+            if devices == 1 and not tf.distribute.has_strategy():
+                return update(token_ids, targets, mask)
+            losses = strategy.run(update, (token_ids, targets, mask))
+            return strategy.experimental_local_results(losses)[0]
+
+        return step
+
+    return never_stale(model, make_step)
+
+
+def train(model, optimizer, token_ids, steps, batch_size, sequence_length=None, seed=0, clip_norm=None):
+    """Take one step after another, from the number of steps that the optimizer has taken.
+
+    It is a generator, so between two steps its caller can evaluate, save, or stop. In the scope of a
+    distribution strategy, all of its devices take part.
+
+    Args:
+        model: a built `CausalLM`.
+        optimizer: a Keras optimizer; its `iterations` say how many steps it has taken.
+        token_ids: `(N,)` integers, the text to train on.
+        steps: the number of steps after which to end.
+        batch_size: B, windows per step, on all devices together.
+        sequence_length: T, the length of a window; the model's longest unless given.
+        seed: an int32; with the step it decides which windows a batch holds.
+        clip_norm: as in `make_train_step`.
+
+    Yields:
+        Pairs of the number of steps taken and the loss of the last one, a scalar tensor.
+
+    Raises:
+        ValueError: as `training_batches` and `make_train_step`.
+
+    Example:
+
+    >>> import keras, keras_tinyattn
+    >>> model = keras_tinyattn.gpt(11, sequence_length=5, hidden_dim=6, num_heads=2, num_layers=1)
+    >>> model.build((None, 5))
+    >>> text = list(range(11)) * 3
+    >>> losses = [loss for _, loss in train(model, keras.optimizers.Adam(0.1), text, 9, batch_size=4)]
+    >>> bool(losses[-1] < losses[0])
+    True
+    """
+    length = model.sequence_length if sequence_length is None else sequence_length
+    step = make_train_step(model, optimizer, clip_norm)
+    taken = steps_taken(optimizer)
+
+    def batches(input_context=None):
+        return training_batches(token_ids, length, batch_size, seed, taken, input_context)
+
+    if tf.distribute.has_strategy():
+        dataset = tf.distribute.get_strategy().distribute_datasets_from_function(batches)
+    else:
+        dataset = batches()
+    iterator = iter(dataset)
+    while taken < steps:
+        loss = step(*next(iterator))
+        taken += 1
+        yield taken, loss
+
+
+def never_stale(model, make):
+    """A function that calls what `make()` returns, made again whenever the model's graph has changed.
+
+    Args:
+        model: the model.
+        make: makes a `tf.function` that calls the model.
+    """
+    key = function = None
+
+    def call(*args, **kwargs):
+        nonlocal key, function
+        # The key holds the layers themselves, so none can be mistaken for one that took its place.
+        if key != (current := _graph_key(model)):
+            key, function = current, make()
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _graph_key(model):
+    """What the graph of a forward and backward pass depends on, besides the values of variables."""
+    layers = tuple(
+        (layer, layer.dtype_policy.name, getattr(layer, "activation", None))
+        for layer in model._flatten_layers()
+    )
+    return layers, tuple((id(variable), variable.trainable) for variable in model.variables)
+
+
+def _check_variables(model, optimizer):
+    # Keras has no public way to ask.
+    known = {id(variable) for variable in optimizer._trainable_variables}
+    unknown = [variable for variable in model.trainable_variables if id(variable) not in known]
+    if unknown:
+        raise ValueError(
+            "The optimizer was built for other variables. Expected one built for every "
+            f"variable that the model trains. Received: one that was not built for {unknown[0].path}. "
+            "Make a new optimizer, and a new step with it."
+        )

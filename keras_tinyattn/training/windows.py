@@ -1,18 +1,18 @@
-"""Token ids to windows: what the model sees, and the tokens that should come next."""
+"""Token ids to batches of windows and the tokens that come next."""
 
 import numpy as np
 import tensorflow as tf
 
 
 def split_token_ids(token_ids, validation_share=0.1):
-    """The first part of a text to learn from, and its end to judge by.
+    """The first part of a text for training, and its end for validation.
 
-    The cut is one place in the text: windows drawn at random would share tokens with their neighbours,
-    and a model would be judged by what it has seen.
+    The text is cut once: random validation windows would overlap with training windows, and a model
+    would be evaluated on what it has seen.
 
     Args:
         token_ids: `(N,)` integers.
-        validation_share: share of the tokens at the end that is kept back, in [0, 1).
+        validation_share: share of the tokens, at the end, that is for validation, in [0, 1).
 
     Returns:
         Two `(n,)` int32 arrays.
@@ -28,7 +28,7 @@ def split_token_ids(token_ids, validation_share=0.1):
     if not 0 <= validation_share < 1:
         raise ValueError(
             "The validation share is a part of the text. Expected a number in [0, 1). "
-            f"Received: validation_share={validation_share}. Use 0 to keep nothing back."
+            f"Received: validation_share={validation_share}. Use 0 for no validation."
         )
     token_ids = np.asarray(token_ids, "int32")
     cut = int(len(token_ids) * (1 - validation_share))
@@ -36,22 +36,22 @@ def split_token_ids(token_ids, validation_share=0.1):
 
 
 def training_batches(token_ids, sequence_length, batch_size, seed=0, first_step=0, input_context=None):
-    """Windows from random places of a text, without end; each batch follows from seed and step alone.
+    """Windows from random places of a text, endlessly; seed and step alone decide each batch.
 
-    No window is held in memory, and a run that starts at `first_step` sees what an unbroken run sees
-    from there on.
+    Windows are cut when they are needed, and a run that starts at `first_step` sees the batches that
+    an uninterrupted run sees from that step.
 
     Args:
         token_ids: `(N,)` integers.
         sequence_length: T, the length of a window in tokens; at most N - 1.
-        batch_size: B, the number of windows a step, on all devices together.
+        batch_size: B, the number of windows per step, on all devices together.
         seed: an int32.
         first_step: the step of the first batch.
-        input_context: the `tf.distribute.InputContext` of a worker among several, which then gets the
-            rows of its own devices, a device a batch.
+        input_context: the `tf.distribute.InputContext` of one worker of several, which then gets the
+            rows of its own devices, one batch per device.
 
     Returns:
-        A `tf.data.Dataset` of pairs `(B, T)` int32: the windows, and the same windows one token on.
+        A `tf.data.Dataset` of pairs `(B, T)` int32: windows, and the same windows one token later.
 
     Raises:
         ValueError: if the text is shorter than a window and the token after it, or the devices do not
@@ -68,8 +68,8 @@ def training_batches(token_ids, sequence_length, batch_size, seed=0, first_step=
     if places < 1:
         raise ValueError(
             "The text is shorter than one window and the token after it. "
-            f"Expected at least {sequence_length + 1} tokens to learn from. "
-            f"Received: {len(token_ids)} tokens. Give a longer text, or shorten the windows."
+            f"Expected at least {sequence_length + 1} tokens to train on. "
+            f"Received: {len(token_ids)} tokens. Give a longer text, or use shorter windows."
         )
     devices, local_devices, first_device = 1, 1, 0
     if input_context is not None:
