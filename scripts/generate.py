@@ -102,7 +102,8 @@ def generate(options):
         # Kept to the end: the signatures alone would not keep the variables.
         loaded = tf.saved_model.load(str(version))
         card = json.loads((version / "model_card.json").read_text(encoding="utf-8"))
-        names = ("generate", "generate_xla", "prefill", "step", "sample")
+        positions = card["model"]["sequence_length"]
+        names = ("generate_xla", "tokenize", "detokenize", "prefill", "step", "sample")
         signatures = {name: loaded.signatures[name] for name in names}
     except (KeyError, OSError, ValueError, tf.errors.OpError) as error:
         raise ValueError(_no_export(options.model)) from error
@@ -122,25 +123,29 @@ def generate(options):
             print(outputs["text"][0].numpy().decode())
             added, stopped = outputs["new_logprobs"].shape[1], outputs["finish_reason"][0] == b"stop"
         else:
-            added, stopped = stream(options, signatures, settings, card)
+            added, stopped = stream(options, signatures, settings, positions)
     except tf.errors.InvalidArgumentError as error:
         raise ValueError(_sentence(error)) from error
     if added < options.steps and not stopped:
-        positions = card["model"]["sequence_length"]
         print(f"(The model has {positions} positions, so the text ends here.)")
 
 
-def stream(options, signatures, settings, card):
+def stream(options, signatures, settings, positions):
     """Print the text as it grows; the number of new tokens, and whether the stop ended it."""
+    import tensorflow as tf
 
-    def encode(text):
-        return _encode(signatures, text, options.stop, settings)
+    def decode(token_ids):
+        inputs = {"token_ids": tf.constant([token_ids]), "length": tf.constant([len(token_ids)])}
+        return signatures["detokenize"](**inputs)["text"][0].numpy().decode()
 
-    decode, stop = _decoder(card["tokenizer"])
-    prompt = encode(options.prompt)
-    if options.stop:
-        stop = encode(options.stop)
-    end = min(len(prompt) + options.steps, card["model"]["sequence_length"])
+    read = signatures["tokenize"](text=tf.constant([options.prompt, options.stop]))
+    prompt, stop = (
+        row[:length].tolist()
+        for row, length in zip(read["token_ids"].numpy(), read["length"].numpy(), strict=True)
+    )
+    if not options.stop:
+        stop = [index for index in read["end_id"].numpy()[:1].tolist() if index >= 0]
+    end = min(len(prompt) + options.steps, positions)
     new, stopped, printed = [], False, ""
     for token_id in continuation(signatures, prompt, end, settings):
         new.append(token_id)
@@ -162,7 +167,7 @@ def continuation(signatures, prompt, end, settings):
     import tensorflow as tf
 
     outputs = signatures["prefill"](
-        prompt_ids=tf.constant([prompt]), prompt_length=tf.constant([len(prompt)])
+        prompt_ids=tf.constant([prompt], tf.int32), prompt_length=tf.constant([len(prompt)])
     )
     for place in range(len(prompt), end):
         position = tf.constant([place])
@@ -171,32 +176,6 @@ def continuation(signatures, prompt, end, settings):
         if place + 1 < end:
             cache = {name.removeprefix("new_"): x for name, x in outputs.items() if name != "logits"}
             outputs = signatures["step"](token_id=sampled["token_id"], position=position, **cache)
-
-
-def _encode(signatures, text, stop, settings):
-    """The ids of a text; `generate` without new tokens gives them, and checks the settings."""
-    import tensorflow as tf
-
-    outputs = signatures["generate"](
-        prompt=tf.constant([text]),
-        max_new_tokens=tf.constant([0]),
-        stop=tf.constant([stop]),
-        **settings,
-    )
-    return outputs["token_ids"][0].numpy().tolist()
-
-
-def _decoder(tokenizer):
-    """A function from ids to text, and the ids of the tokenizer's own end, by the model card."""
-    vocabulary = tokenizer.get("vocabulary")
-    if vocabulary is None:
-        return lambda ids: bytes(ids).decode(errors="replace"), []
-    end = tokenizer.get("end_token")
-    space = " " if tokenizer["class"] == "WordTokenizer" else ""
-    return (
-        lambda ids: space.join(vocabulary[index] for index in ids),
-        [] if end is None else [vocabulary.index(end)],
-    )
 
 
 def _version_folder(folder):

@@ -92,10 +92,14 @@ def fake_signatures(text, calls):
     """Signatures of a model of bytes that writes this text, whatever it is given."""
     text = text.encode()
 
-    def tokenize(prompt, max_new_tokens, **settings):
-        calls.append("generate")
-        assert max_new_tokens.numpy() == [0]
-        return {"token_ids": tf.io.decode_raw(prompt, tf.uint8)}
+    def tokenize(text):
+        read = tf.strings.unicode_decode(text, "UTF-8")
+        ids, length = read.to_tensor(), tf.cast(read.row_lengths(), tf.int32)
+        return {"token_ids": ids, "length": length, "end_id": tf.constant([-1, -1])}
+
+    def detokenize(token_ids, length):
+        written = bytes(token_ids[0].numpy().tolist()).decode(errors="replace")
+        return {"text": tf.constant([written])}
 
     def prefill(prompt_ids, prompt_length):
         calls.append("prefill")
@@ -111,7 +115,13 @@ def fake_signatures(text, calls):
         assert int(position[0]) + 1 == keys.shape[1]
         return {"logits": "logits", "new_keys_0": keys, "new_values_0": values_0}
 
-    return {"generate": tokenize, "prefill": prefill, "sample": sample, "step": step}
+    return {
+        "tokenize": tokenize,
+        "detokenize": detokenize,
+        "prefill": prefill,
+        "sample": sample,
+        "step": step,
+    }
 
 
 @pytest.mark.parametrize(
@@ -135,13 +145,11 @@ def test_whole_characters_are_printed_at_once_and_no_part_of_the_stop(
         raising=False,
     )
     options = argparse.Namespace(prompt=text[0], steps=99, stop=stop)
-    card = {"model": {"sequence_length": positions}, "tokenizer": {"class": "ByteTokenizer"}}
-    added, stopped = generate.stream(options, fake_signatures(text, calls), {}, card)
+    added, stopped = generate.stream(options, fake_signatures(text, calls), {}, positions)
     assert printed == chunks
     assert (added, stopped) == (8 if stop else positions - 1, bool(stop))
     # The prompt is read once, and each token computed once.
-    assert calls.count("prefill") == 1
-    assert calls[calls.index("prefill") + 1 :] == (["sample", "step"] * added)[:-1]
+    assert calls == ["prefill", *(["sample", "step"] * added)[:-1]]
 
 
 def test_a_sentence_says_that_the_last_position_was_reached(capsys):

@@ -111,6 +111,8 @@ def _example_requests(model, tokenizer):
         ),
         ("score", {"text": prompts}),
         ("attention", {"text": prompts}),
+        ("tokenize", {"text": prompts}),
+        ("detokenize", {"token_ids": ids, "length": lengths}),
         ("prefill", {"prompt_ids": ids, "prompt_length": lengths}),
     ]
 

@@ -72,6 +72,8 @@ class Signatures(tf.Module):
             "generate_ids": (self.generate_ids, id_settings),
             "score": (self.score, {"text": strings}),
             "attention": (self.attention, {"text": strings}),
+            "tokenize": (self.tokenize, {"text": strings}),
+            "detokenize": (self.detokenize, {"token_ids": ids, "length": ints}),
             "prefill": (self.prefill, {"prompt_ids": ids, "prompt_length": ints}),
             "step": (self.step, {"token_id": ints, "position": ints, **cache_specs}),
             "sample": (
@@ -187,6 +189,22 @@ class Signatures(tf.Module):
             "weights": tf.where(real[:, None, None, :, None], weights, 0.0),
             "next_logits": tf.gather(logits, length - 1, batch_dims=1),
         }
+
+    def tokenize(self, text):
+        """Texts as ids, and the id that ends a text, -1 for none."""
+        token_ids, length = self._shared.tokenize(text)
+        end_id = -1 if self.tokenizer.end_id is None else self.tokenizer.end_id
+        return {
+            "token_ids": token_ids,
+            "length": length,
+            "end_id": tf.fill(tf.shape(length), end_id),
+        }
+
+    def detokenize(self, token_ids, length):
+        """Ids as texts; the bytes need not be valid UTF-8."""
+        with tf.control_dependencies(_require_one_batch(token_ids=token_ids, length=length)):
+            texts = self._shared.detokenize(tf.identity(token_ids), length)
+        return {"text": _valid_utf8(texts), "text_bytes": texts}
 
     def prefill(self, prompt_ids, prompt_length):
         """The logits that follow each prompt, and a cache that holds it."""

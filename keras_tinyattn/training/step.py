@@ -2,6 +2,7 @@
 
 import tensorflow as tf
 
+from keras_tinyattn.model import graph_key
 from keras_tinyattn.training.optimizer import steps_taken
 from keras_tinyattn.training.windows import training_batches
 
@@ -191,21 +192,11 @@ def never_stale(model, make):
 
     def call(*args, **kwargs):
         nonlocal key, function
-        # The key holds the layers themselves, so none can be mistaken for one that took its place.
-        if key != (current := _graph_key(model)):
+        if key != (current := graph_key(model)):
             key, function = current, make()
         return function(*args, **kwargs)
 
     return call
-
-
-def _graph_key(model):
-    """What the graph of a forward and backward pass depends on, besides the values of variables."""
-    layers = tuple(
-        (layer, layer.dtype_policy.name, getattr(layer, "activation", None))
-        for layer in model._flatten_layers()
-    )
-    return layers, tuple((id(variable), variable.trainable) for variable in model.variables)
 
 
 def _check_variables(model, optimizer):
