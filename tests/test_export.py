@@ -35,6 +35,7 @@ SETTINGS = {
     "temperature": tf.float32,
     "top_k": tf.int32,
     "top_p": tf.float32,
+    "min_p": tf.float32,
     "seed": tf.int32,
 }
 GENERATED = {
@@ -68,6 +69,14 @@ TABLE = {
             "weights": tf.float32,
             "next_logits": tf.float32,
         },
+    ),
+    "tokenize": (
+        {"text": tf.string},
+        {"token_ids": tf.int32, "length": tf.int32, "end_id": tf.int32},
+    ),
+    "detokenize": (
+        {"token_ids": tf.int32, "length": tf.int32},
+        {"text": tf.string, "text_bytes": tf.string},
     ),
     "prefill": ({"prompt_ids": tf.int32, "prompt_length": tf.int32}, STEP),
     "step": (
@@ -123,7 +132,8 @@ def byte_loaded(byte_path):
 
 
 def settings(rows, **given):
-    values = {"max_new_tokens": 3, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0, **given}
+    values = {"max_new_tokens": 3, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
+    values |= given
     return {
         name: tf.constant(np.broadcast_to(values[name], (rows,)), dtype)
         for name, dtype in SETTINGS.items()
@@ -244,6 +254,8 @@ def test_a_tokenizer_s_own_end_stops_unless_another_is_given(loaded):
         ("The", {"top_k": -1}, "top_k is out of range"),
         ("The", {"top_p": 1.5}, "top_p is out of range"),
         ("The", {"top_p": 0.0}, "top_p is out of range"),
+        ("The", {"min_p": 1.5}, "min_p is out of range"),
+        ("The", {"min_p": -0.1}, "min_p is out of range"),
         ("The", {"stop": "cow"}, "Received also: cow"),
     ],
 )
@@ -281,7 +293,7 @@ def test_settings_at_their_edges_are_answered(byte_loaded, given, message):
 def test_unlike_numbers_of_rows_are_refused(byte_loaded):
     inputs = {"prompt": tf.constant(["a", "b"]), "stop": tf.constant(["", ""]), **settings(2)}
     inputs["seed"] = tf.constant([1])
-    message = r"one number of rows in prompt, stop, .*Received: 2, 2, 2, 2, 2, 2, 1"
+    message = r"one number of rows in prompt, stop, .*Received: 2, 2, 2, 2, 2, 2, 2, 1"
     with pytest.raises(tf.errors.InvalidArgumentError, match=message):
         byte_loaded.signatures["generate"](**inputs)
 
@@ -563,7 +575,7 @@ def test_a_moved_export_runs_in_a_process_that_knows_tensorflow_alone_without_xl
         loaded = tf.saved_model.load(sys.argv[1])
         row = lambda value: tf.constant([value])
         inputs = dict(prompt=row("To be"), max_new_tokens=row(6), temperature=row(1.0), top_k=row(0),
-                      top_p=row(1.0), seed=row(3), stop=row(""))
+                      top_p=row(1.0), min_p=row(0.0), seed=row(3), stop=row(""))
         print(loaded.signatures["generate"](**inputs)["completion_bytes"][0].numpy().hex())
         try:
             loaded.signatures["generate_xla"](**inputs)
@@ -614,6 +626,7 @@ def random_requests(count, seed):
             ),
             "top_k": tf.constant(draw.choice([0, 0, 1, 5, 256, 300, -1], rows), tf.int32),
             "top_p": tf.constant(draw.choice([1, 1, 0.9, 0.1, 1e-9, 0, 1.5], rows), tf.float32),
+            "min_p": tf.constant(draw.choice([0, 0, 0.1, 1, -0.1], rows), tf.float32),
             "seed": tf.constant(draw.integers(-(2**31), 2**31, rows), tf.int32),
             "stop": tf.constant([draw.bytes(draw.choice([0, 0, 1, 2, 9])) for _ in range(rows)]),
         }
@@ -627,6 +640,7 @@ def is_valid(request):
         and (request["temperature"].numpy() >= 0).all()
         and (request["top_k"].numpy() >= 0).all()
         and ((request["top_p"].numpy() > 0) & (request["top_p"].numpy() <= 1)).all()
+        and (request["min_p"].numpy() >= 0).all()
         and all(len(stop) <= 8 for stop in request["stop"].numpy())
     )
 
