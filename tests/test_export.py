@@ -132,7 +132,14 @@ def byte_loaded(byte_path):
 
 
 def settings(rows, **given):
-    values = {"max_new_tokens": 3, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
+    values = {
+        "max_new_tokens": 3,
+        "temperature": 0.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "seed": 0,
+    }
     values |= given
     return {
         name: tf.constant(np.broadcast_to(values[name], (rows,)), dtype)
