@@ -34,7 +34,7 @@ _MODULES = {
         "train",
         "training_batches",
     ),
-    "sampling": ("filter_logits", "sample"),
+    "sampling": ("SETTINGS", "Setting", "filter_logits", "sample"),
     "generation": ("Generation", "generate", "stream"),
     "export": (
         "Check",

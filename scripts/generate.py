@@ -7,12 +7,20 @@ as it grows: the signature `prefill` reads the prompt into a cache, then `sample
 
 import argparse
 import json
+import runpy
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import _start
+
+with _start.quiet_imports():
+    import tensorflow as tf
+
+    # From its file, so that the package itself is not imported.
+    SAMPLING = Path(__file__).parents[1] / "keras_tinyattn" / "sampling.py"
+    SETTINGS = runpy.run_path(str(SAMPLING))["SETTINGS"]
 
 
 def main(argv=None):
@@ -35,23 +43,13 @@ def main(argv=None):
     parser.add_argument(
         "--out", metavar="DIR", help="keep the export in this folder, as its next version"
     )
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    parser.add_argument(
-        "--top-k", type=int, default=0, help="sample among this many likeliest tokens; 0 is all"
-    )
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        help="sample among the fewest likeliest tokens with this probability together; 1 is all",
-    )
-    parser.add_argument(
-        "--min-p",
-        type=float,
-        default=0.0,
-        help="sample among tokens with this share of the likeliest one's probability; 0 is all",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="the same seed samples the same text")
+    for setting in SETTINGS:
+        parser.add_argument(
+            _option(setting),
+            type=int if setting.dtype == "int32" else float,
+            default=setting.default,
+            help=setting.help,
+        )
     parser.add_argument(
         "--stop", default="", metavar="TEXT", help="end at this text; by default at the model's own end"
     )
@@ -60,8 +58,10 @@ def main(argv=None):
     )
     options = parser.parse_args(argv)
     _start.check_count("--steps", options.steps)
-    _start.check_count("--seed", options.seed, at_least=-(2**31), at_most=2**31 - 1)
-    _start.check_count("--top-k", options.top_k, at_most=2**31 - 1)
+    for setting in SETTINGS:
+        if setting.dtype == "int32":
+            value = getattr(options, setting.name)
+            _start.check_count(_option(setting), value, at_least=-(2**31), at_most=2**31 - 1)
     if options.model is not None:
         if options.out is not None:
             raise ValueError("--out keeps a new export, but --model names an existing one.")
@@ -95,9 +95,6 @@ def export(folder, trained):
 def generate(options):
     """Run an export, with TensorFlow alone, and print the text."""
     version = _version_folder(options.model)
-    with _start.quiet_imports():
-        import tensorflow as tf
-
     try:
         # Kept to the end: the signatures alone would not keep the variables.
         loaded = tf.saved_model.load(str(version))
@@ -108,9 +105,8 @@ def generate(options):
     except (KeyError, OSError, ValueError, tf.errors.OpError) as error:
         raise ValueError(_no_export(options.model)) from error
     settings = {
-        name: tf.constant([getattr(options, name)], spec.dtype)
-        for name, spec in signatures["sample"].structured_input_signature[1].items()
-        if name not in ("logits", "position")
+        setting.name: tf.constant([getattr(options, setting.name)], setting.dtype)
+        for setting in SETTINGS
     }
     try:
         if options.xla:
@@ -132,7 +128,6 @@ def generate(options):
 
 def stream(options, signatures, settings, positions):
     """Print the text as it grows; the number of new tokens, and whether the stop ended it."""
-    import tensorflow as tf
 
     def decode(token_ids):
         inputs = {"token_ids": tf.constant([token_ids]), "length": tf.constant([len(token_ids)])}
@@ -164,8 +159,6 @@ def stream(options, signatures, settings, positions):
 
 def continuation(signatures, prompt, end, settings):
     """Yield the ids that follow a prompt one by one, up to `end` with those of the prompt."""
-    import tensorflow as tf
-
     outputs = signatures["prefill"](
         prompt_ids=tf.constant([prompt], tf.int32), prompt_length=tf.constant([len(prompt)])
     )
@@ -176,6 +169,10 @@ def continuation(signatures, prompt, end, settings):
         if place + 1 < end:
             cache = {name.removeprefix("new_"): x for name, x in outputs.items() if name != "logits"}
             outputs = signatures["step"](token_id=sampled["token_id"], position=position, **cache)
+
+
+def _option(setting):
+    return "--" + setting.name.replace("_", "-")
 
 
 def _version_folder(folder):

@@ -214,7 +214,9 @@ def temperature(first, output):
     logits, best, found, rows = first["last_logits"], first["next_id"], [], []
     for value in TEMPERATURES:
         probs = functional.softmax(tf.constant(logits / value)).numpy()
-        sampled = sample(tf.tile([logits], (SAMPLES, 1)), value, seed=tf.range(SAMPLES)).numpy()
+        sampled = sample(
+            tf.tile([logits], (SAMPLES, 1)), temperature=value, seed=tf.range(SAMPLES)
+        ).numpy()
         likeliest, prob, share = int(np.argmax(probs)), float(probs[best]), np.mean(sampled == best)
         found.append({"temperature": value, "next_id": likeliest, "prob": prob, "drawn_share": share})
         rows.append((f"{value:g}", VOCABULARY[likeliest], f"{prob:.1%}", f"{share:.1%}"))

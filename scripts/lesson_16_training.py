@@ -264,8 +264,8 @@ def the_loop(output, training_ids, validation_ids, numbers):
     point(
         output,
         f"Knowing only how often each character occurs costs {frequency_loss:.3f} nats. To lose less, "
-        "a model has to use the characters before the one it predicts. After training this one is at "
-        f"{after - frequency_loss:+.3f}.",
+        "a model has to use the characters before the one it predicts. This one ends "
+        f"{frequency_loss - after:.3f} below that.",
     )
     for when in ("before", "after"):
         point(output, f"The line continued {when} training: {escape(repr(numbers[f'sample_{when}']))}")

@@ -20,6 +20,7 @@ with quiet_imports():
     from _lesson_15_model import SENTENCES, STEPS, VOCABULARY, reference_model, train
 
     from keras_tinyattn import (
+        SETTINGS,
         export_saved_model,
         load_saved_model,
         signature_operations,
@@ -211,10 +212,11 @@ def write_request(output, settings, options):
     )
     address = f"http://localhost:8501/v1/models/{MODEL_NAME}:predict"
     output.print(f"\nPOST {address}\n", markup=False, soft_wrap=True)
-    greedy = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
+    defaults = {setting.name: setting.default for setting in SETTINGS}
+    common = {"max_new_tokens": options.steps, **defaults, "seed": options.seed, "stop": ""}
     instances = [
-        {"prompt": prompt, "max_new_tokens": options.steps, **given, "seed": options.seed, "stop": ""}
-        for prompt, given in ((options.prompt, settings), (VOCABULARY[1], greedy))
+        {"prompt": options.prompt, **common, **settings},
+        {"prompt": VOCABULARY[1], **common},
     ]
     request = {"signature_name": "generate", "instances": instances}
     output.print_json(data=request)

@@ -202,7 +202,9 @@ def test_the_share_of_the_likeliest_word_is_off_by_so_many_standard_deviations(e
 def test_samples_that_ignore_a_setting_would_show(lesson, monkeypatch):
     sample = lesson.sample
     monkeypatch.setattr(
-        lesson, "sample", lambda logits, **settings: sample(logits, 1.0, seed=settings["seed"])
+        lesson,
+        "sample",
+        lambda logits, **settings: sample(logits, temperature=1.0, seed=settings["seed"]),
     )
     options = types.SimpleNamespace(seed=5, draws=2000)
     logits = tf.constant([[2.0, 1.0, 0.5, 0.0, -0.5, *([-5.0] * 15)]])

@@ -70,7 +70,7 @@ def test_the_signatures_are_those_of_the_export(run, export):
     found = export["signatures"]
     assert set(found) == {
         *("serving_default", "generate", "generate_xla", "generate_ids", "score", "attention"),
-        *("prefill", "step", "sample"),
+        *("tokenize", "detokenize", "prefill", "step", "sample"),
     }
     assert found["generate"]["inputs"] == {
         "max_new_tokens": ["int32", ["B"]],
@@ -78,6 +78,7 @@ def test_the_signatures_are_those_of_the_export(run, export):
         "seed": ["int32", ["B"]],
         "stop": ["string", ["B"]],
         "temperature": ["float32", ["B"]],
+        "min_p": ["float32", ["B"]],
         "top_k": ["int32", ["B"]],
         "top_p": ["float32", ["B"]],
     }
@@ -99,7 +100,7 @@ def test_operations_are_those_that_the_package_finds(run, export, version):
         assert part["compiled_functions"] == len(compiled) == (name == "generate_xla")
         shown = f"{name} {part['nodes']} {part['kinds']} none {part['compiled_functions']}"
         assert shown in run.text
-    assert "Only generate_xla has a part that XLA compiles. The other 8 reach neither" in run.text
+    assert "Only generate_xla has a part that XLA compiles. The other 10 reach neither" in run.text
 
 
 def test_checks_are_made_on_request_and_shown(run, lesson, monkeypatch, capsys):
@@ -132,6 +133,7 @@ def test_a_request_in_row_format_is_answered_row_by_row(run, export):
         "prompt": "The cat",
         "max_new_tokens": 5,
         **SETTINGS,
+        "min_p": 0.0,
         "seed": 3,
         "stop": "",
     }
@@ -172,7 +174,7 @@ def test_what_is_said_of_the_answer_is_true(run, export):
     assert f"Decoded, they are the completions: {completions}" in run.text
     assert export["refusal"].endswith("Expected a finite number of at least 0. Received: -1.")
     assert f"A temperature of -1 is refused: {export['refusal']}" in run.text
-    assert "A prompt and 6 settings go in" in run.text
+    assert "A prompt and 7 settings go in" in run.text
 
 
 def test_rows_of_an_answer_keep_their_inputs_apart(lesson):
