@@ -12,6 +12,7 @@ from keras_tinyattn.version import __version__
 # Keras' other backends without it.
 _MODULES = {
     "functional": (),
+    "blockwise": ("blockwise_attention",),
     "layers": (
         "AttentionTrace",
         "CausalSelfAttention",
@@ -21,7 +22,7 @@ _MODULES = {
         "VocabProjection",
     ),
     "model": ("CausalLM", "gpt"),
-    "gpt2": ("causal_lm_from_gpt2",),
+    "pretrained": ("causal_lm_from_gpt2",),
     "tokenizer": ("ByteTokenizer", "CharTokenizer", "WordTokenizer", "load_tokenizer"),
     "training": (
         "Checkpoints",

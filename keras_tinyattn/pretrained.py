@@ -1,14 +1,12 @@
-"""Weights of a GPT-2 that others trained, in our own model."""
+"""Weights that others trained, in a `CausalLM`."""
 
 import json
 import pathlib
 import re
 
-import keras
 import numpy as np
 
-from keras_tinyattn.layers import DecoderBlock, TokenAndPositionEmbedding, VocabProjection
-from keras_tinyattn.model import CausalLM
+from keras_tinyattn.model import gpt
 
 __all__ = ["causal_lm_from_gpt2"]
 
@@ -78,14 +76,11 @@ def causal_lm_from_gpt2(state_dict, num_heads, dropout=0.0, **kwargs):
     table = tensors.take("wte.weight", (vocabulary_size, hidden_dim))
     head = tensors.take("lm_head.weight", table.shape) if "lm_head.weight" in tensors.names else None
     tied = head is None or np.array_equal(head, table)
-    model = CausalLM(
-        TokenAndPositionEmbedding(vocabulary_size, sequence_length, hidden_dim, name="embedding"),
-        [
-            DecoderBlock(hidden_dim, num_heads, intermediate_dim, dropout, name=f"block_{index}")
-            for index in range(num_layers)
-        ],
-        VocabProjection(vocabulary_size, tied=tied, name="projection"),
-        final_norm=keras.layers.LayerNormalization(epsilon=1e-5, name="final_norm"),
+    model = gpt(
+        *(vocabulary_size, sequence_length, hidden_dim, num_heads, num_layers),
+        intermediate_dim=intermediate_dim,
+        dropout=dropout,
+        tie_embeddings=tied,
         **kwargs,
     )
     model.build((None, sequence_length))
