@@ -1,8 +1,8 @@
-"""Speed and memory beside other libraries, on this machine's CPU; or beside another commit of this package.
+"""Speed and memory on the CPU, beside other libraries or beside another commit of this package.
 
 python scripts/benchmark.py layer --threads 1
 python scripts/benchmark.py memory --json memory.json --plot memory.png
-python scripts/benchmark.py train --against ../before --peers none
+python scripts/benchmark.py train --peers none --against ../before
 
 Only ratios within one run mean something: machines differ, and so do two hours on one machine.
 """
@@ -21,7 +21,7 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 EPILOG = """
 layer     time of one causal self-attention layer with its projections, forward and backward
 memory    how much the peak of memory grows when one such layer gets 8192 and 16384 tokens
-generate  200 new tokens, greedy, by one GPT-2, small (4 layers, 128 wide) and medium (6 layers, 384 wide)
+generate  200 new tokens, greedy, of one GPT-2, small (4 layers, 128 wide) or medium (6, 384)
 train     steps of one GPT-2 on 32 x 128 tokens, small and medium
 
 Each library computes in a process of its own, with the same weights and inputs. What they compute is
@@ -36,16 +36,25 @@ def parse_arguments(argv):
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("benchmark", choices=BENCHMARKS, help="what is measured, see below")
+    parser.add_argument(
+        "benchmark", choices=BENCHMARKS, metavar="benchmark", help="what is measured, see below"
+    )
     parser.add_argument(
         "--threads", type=int, default=1, metavar="N", help="threads for every library (default: 1)"
     )
     parser.add_argument(
         "--seconds",
         type=float,
-        default=20.0,
         metavar="S",
-        help="time for each table: as many rounds as fit, and at least 3, of memory 1 (default: 20)",
+        help="time for each table: as many rounds as fit, at least 3 for each repeat, of memory 1 "
+        "(default: 20, or 0 with --quick)",
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        metavar="N",
+        help="share the time among N sets of new processes, since one may be slower for as long as it "
+        "lives (default: 1, or 3 with --against)",
     )
     parser.add_argument(
         "--peers",
@@ -77,6 +86,11 @@ def parse_arguments(argv):
 def main(argv=None):
     options = parse_arguments(argv)
     check_count("--threads", options.threads, at_least=1)
+    if options.repeats is None:
+        options.repeats = 3 if options.against else 1
+    check_count("--repeats", options.repeats, at_least=1)
+    if options.seconds is None:
+        options.seconds = 0.0 if options.quick else 20.0
     if not 0 <= options.seconds < math.inf:
         raise ValueError(f"--seconds must be 0 or more, but {options.seconds} was received.")
     check_picture("--plot", options.plot)

@@ -1,4 +1,4 @@
-"""Two ways to measure: the time of calls in processes that stay, the memory of one call in a new process."""
+"""The time of calls in processes that stay, and the memory of one call in a new process."""
 
 import functools
 import time
@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from benchmarks.tables import AGAINST, BENCHMARKS, OURS, PEERS, columns_of, tokens
+from benchmarks.tables import AGAINST, BENCHMARKS, OURS, PEERS, columns_of, is_part, tokens
 from benchmarks.workers import Worker, difference, interleaved, output, quartiles
 
 
@@ -16,45 +16,57 @@ def start(peer, options):
 
 
 def measure_times(options, say):
-    """A row for each column of each table: times of calls, of which it was seen that they compute the same."""
+    """A row of times for each column of each table, whose columns were seen to compute the same."""
     benchmark = BENCHMARKS[options.benchmark]
-    rows = []
-    with ExitStack() as stack:
-        say("the imports")
-        workers = {peer: stack.enter_context(start(peer, options)) for peer in options.peers}
-        for worker in workers.values():
-            worker.ready()
-        for title, size in (benchmark.quick if options.quick else benchmark.tables).items():
-            columns = columns_of(options.benchmark, size, workers)
-            say(f"{title}: what the columns compute")
-            differences = compute_once(options.benchmark, size, columns, workers)
-            say(title)
-            calls = {
-                column: functools.partial(workers[peer].ask, "timed", column=column)
-                for column, (peer, _) in columns.items()
-            }
-            times = interleaved(calls, 0 if options.quick else options.seconds)
-            rows += [
-                {
-                    "table": title,
-                    "size": size,
-                    "column": column,
-                    "peer": peer,
-                    "part": is_part(settings),
-                    "rounds": len(times[column]),
-                    "cpu_ms": quartiles(1e3 * times[column][:, 0]),
-                    "wall_ms": quartiles(1e3 * times[column][:, 1]),
-                    "tokens_per_second": tokens(size, **settings) / np.median(times[column][:, 0]),
-                    "largest_difference": differences[column],
+    tables = benchmark.quick if options.quick else benchmark.tables
+    times = {title: {} for title in tables}
+    differences = {}
+    for repeat in range(options.repeats):
+        with ExitStack() as stack:
+            say("the imports")
+            workers = {peer: stack.enter_context(start(peer, options)) for peer in options.peers}
+            for worker in workers.values():
+                worker.ready()
+            for title, size in tables.items():
+                say(f"{title}: what the columns compute")
+                columns = columns_of(options.benchmark, size, workers)
+                differences[title] = compute_once(options.benchmark, size, columns, workers)
+                say(title)
+                calls = {
+                    column: functools.partial(workers[peer].ask, "timed", column=column)
+                    for column, (peer, _) in columns.items()
                 }
-                for column, (peer, settings) in columns.items()
-            ]
-            add_ratios(rows[-len(columns) :], times, benchmark.baselines)
+                new = interleaved(calls, options.seconds / options.repeats, seed=repeat)
+                for column in columns:
+                    times[title].setdefault(column, []).extend(new[column])
+    rows = []
+    for title, size in tables.items():
+        columns = columns_of(options.benchmark, size, options.peers)
+        cpu, wall = (
+            {name: 1e3 * np.array(times[title][name])[:, i] for name in columns} for i in (0, 1)
+        )
+        table = [
+            {
+                "table": title,
+                "size": size,
+                "column": column,
+                "peer": peer,
+                "settings": settings,
+                "rounds": len(cpu[column]),
+                "cpu_ms": quartiles(cpu[column]),
+                "wall_ms": quartiles(wall[column]),
+                "tokens_per_second": 1e3 * tokens(size, **settings) / np.median(cpu[column]),
+                "largest_difference": differences[title][column],
+            }
+            for column, (peer, settings) in columns.items()
+        ]
+        add_ratios(table, cpu, benchmark.baselines)
+        rows += table
     return rows
 
 
 def compute_once(benchmark, size, columns, workers):
-    """Make the functions of a table and compare what they compute: a largest difference for each column."""
+    """Make a table's functions and compare what they compute: the largest difference by column."""
     arrays = {}
     for peer, worker in workers.items():
         own = {column: settings for column, (of, settings) in columns.items() if of == peer}
@@ -72,34 +84,24 @@ def compute_once(benchmark, size, columns, workers):
     return differences
 
 
-def is_part(settings):
-    """Whether a column computes other than the whole problem that all peers compute."""
-    return bool(settings.keys() & {"unequal", "share"})
-
-
-def add_ratios(rows, times, baselines):
-    """Add how many times as fast each row is as the best of each baseline, and our times as a share of AGAINST's."""
+def add_ratios(rows, cpu, baselines):
+    """Add the ratio of each row's speed to the best of each baseline, and our time / AGAINST's."""
+    best = {
+        peer: max(row["tokens_per_second"] for row in rows if row["peer"] == peer)
+        for peer in baselines
+        if any(row["peer"] == peer for row in rows)
+    }
     for row in rows:
-        best = {
-            peer: max(
-                (other["tokens_per_second"] for other in rows if other["peer"] == peer), default=None
-            )
-            for peer in baselines
-        }
-        row["ratios"] = {
-            peer: row["tokens_per_second"] / speed for peer, speed in best.items() if speed
-        }
-        against = times.get(row["column"].replace(OURS, AGAINST))
-        # Both calls of a round met the same machine: a share for each round.
-        row["time_to_against"] = (
-            quartiles(times[row["column"]][:, 0] / against[:, 0])
-            if row["peer"] == OURS and against is not None
-            else None
-        )
+        row["ratios"] = {peer: row["tokens_per_second"] / speed for peer, speed in best.items()}
+        against = row["column"].replace(OURS, AGAINST)
+        row["time_to_against"] = None
+        if row["peer"] == OURS and against in cpu:
+            # Both calls of a round met the same machine: a ratio for each round.
+            row["time_to_against"] = quartiles(cpu[row["column"]] / cpu[against])
 
 
 def measure_memory(options, say):
-    """A row for each column of each table: the growth of a new process' peak memory, medians of the rounds."""
+    """For each column of each table, by how much the peak memory of a new process grows."""
     benchmark = BENCHMARKS["memory"]
     rows = []
     tables = benchmark.quick if options.quick else benchmark.tables
@@ -110,9 +112,10 @@ def measure_memory(options, say):
             for column, (peer, settings) in columns_of("memory", size, options.peers).items()
             if peer in (OURS, AGAINST) or size["T"] == shortest
         }
+        reference = next(iter(columns))
         growth, arrays = {column: [] for column in columns}, {}
-        end = time.perf_counter() + (0 if options.quick else options.seconds)
-        while not arrays or time.perf_counter() < end:
+        end = time.perf_counter() + options.seconds
+        while len(growth[reference]) < options.repeats or time.perf_counter() < end:
             for column, (peer, settings) in columns.items():
                 say(f"{title}: {column}")
                 # One at a time: Keras' layer needs the machine's memory for itself.
@@ -120,7 +123,6 @@ def measure_memory(options, say):
                     worker.ready()
                     grown, arrays[column] = output(worker, "grow", size=size, settings=settings)
                 growth[column].append(grown)
-        reference = next(iter(columns))
         rows += [
             {
                 "table": title,

@@ -7,7 +7,8 @@ import platform
 from pathlib import Path
 
 from _page import point, print_columns, section
-from benchmarks.tables import BENCHMARKS, OURS
+
+from benchmarks.tables import AGAINST, BENCHMARKS, OURS, is_part
 
 DISTRIBUTIONS = ("keras-tinyattn", "tensorflow", "keras", "keras-hub", "torch", "jax", "numpy")
 # A label stays legible where the line at 1 passes behind it.
@@ -77,9 +78,9 @@ def show_times(title, rows, output):
         [
             [
                 bold_if_ours(row["column"]),
-                f"{row['cpu_ms']['median']:.2f}",
-                f"{spread(row['cpu_ms']):.0%}",
-                f"{row['wall_ms']['median']:.2f}",
+                three_digits(row["cpu_ms"]["median"]),
+                f"{spread(**row['cpu_ms']):.0%}",
+                three_digits(row["wall_ms"]["median"]),
                 f"{row['tokens_per_second']:.0f}",
                 *(f"{row['ratios'][peer]:.2f}" for peer in baselines),
             ]
@@ -89,9 +90,12 @@ def show_times(title, rows, output):
     )
 
 
-def spread(quartiles):
-    """Half the distance of the quartiles, as a share of the median."""
-    return (quartiles["third"] - quartiles["first"]) / 2 / quartiles["median"]
+def spread(first, median, third):
+    return (third - first) / 2 / median
+
+
+def three_digits(number):
+    return f"{number:.{2 if number < 10 else 1 if number < 100 else 0}f}"
 
 
 def show_growth(title, rows, output):
@@ -106,24 +110,20 @@ def show_growth(title, rows, output):
 def show_against(numbers, output):
     section(
         output,
-        f"Time, as a share of that of {numbers['against']}",
-        "more is slower; each round by itself: median and middle half",
+        f"Our time / that of the package in {numbers['against']}",
+        "Below 1 is faster. A ratio for each round: the median, and in parentheses the middle half.",
     )
+    lines, medians = [], []
     for title, rows in tables(numbers):
-        print_columns(
-            output,
-            [title, "", ""],
-            [
-                [
-                    row["column"],
-                    "{median:.3f}".format(**share),
-                    "({first:.3f}-{third:.3f})".format(**share),
-                ]
-                for row in rows
-                if (share := row["time_to_against"])
-            ],
-            "lrl",
-        )
+        lines.append([f"[bold]{title}[/]", "", ""])
+        for row in rows:
+            if row["time_to_against"]:
+                first, median, third = row["time_to_against"].values()
+                lines.append([f"  {row['column']}", f"{median:.3f}", f"({first:.3f}-{third:.3f})"])
+                medians.append(median)
+    print_columns(output, ["", "time", ""], lines, "lrl")
+    mean = math.exp(sum(map(math.log, medians)) / len(medians))
+    point(output, f"The geometric mean is {mean:.3f}, the largest is {max(medians):.3f}.")
 
 
 def about_outputs(numbers):
@@ -138,33 +138,38 @@ def about_outputs(numbers):
 
 def about_speed(numbers):
     for title, rows in tables(numbers):
-        whole = [row for row in rows if not row["part"]]
+        whole = [row for row in rows if not is_part(row["settings"]) and row["peer"] != AGAINST]
         fastest = max(whole, key=lambda row: row["tokens_per_second"])
         ours = max(
             (row for row in whole if row["peer"] == OURS), key=lambda row: row["tokens_per_second"]
         )
-        ratios = " and ".join(
-            f"{ratio:.2f} times as fast as the best of {peer}" for peer, ratio in ours["ratios"].items()
-        )
-        yield (
-            f"{title}: {ours['column']} is {ratios + '; the' if ratios else 'the best of ours; the'} "
-            f"fastest of all is {fastest['column']}."
-        )
-        for column in (f"{OURS}, XLA", f"{OURS}, graph"):
-            times = [
-                row["cpu_ms"]["median"]
-                for share in (", 1/4 new", ", 1/2 new", "")
-                for row in rows
-                if row["column"] == column.replace(",", share + ",", 1)
-            ]
-            if len(times) == 3:
-                few, half, whole_time = times
-                # Half lies at a third of the way from a quarter to the whole.
-                line = few + (whole_time - few) / 3
-                yield (
-                    f"{column}: {few:.1f}, {half:.1f} and {whole_time:.1f} ms for 1/4, 1/2 and all of the "
-                    f"new tokens; the middle one is {half / line:.2f} of what a line through the others gives."
-                )
+        if ours["ratios"]:
+            ratios = [f"{ratio:.2f} times as fast as {peer}" for peer, ratio in ours["ratios"].items()]
+            yield (
+                f"{title}: {ours['column']} is {' and '.join(ratios)}, each at its best; the fastest "
+                f"is {fastest['column']}."
+            )
+        yield from about_lengths(title, rows)
+
+
+def about_lengths(title, rows):
+    for row in rows:
+        parts = [
+            other["cpu_ms"]["median"]
+            for other in sorted(rows, key=lambda other: other["settings"].get("share", 1))
+            if other["peer"] == OURS
+            and other["settings"].get("share", 1) < 1
+            and other["settings"]["jit_compile"] == row["settings"].get("jit_compile")
+        ]
+        if row["peer"] == OURS and not is_part(row["settings"]) and parts:
+            quarter, half, whole = *parts, row["cpu_ms"]["median"]
+            # From a quarter to the whole, a half is a third of the way.
+            line = quarter + (whole - quarter) / 3
+            yield (
+                f"{title}, {row['column']}: {three_digits(quarter)}, {three_digits(half)} and "
+                f"{three_digits(whole)} ms for 1/4, 1/2 and all of the new tokens; the middle one is "
+                f"{half / line:.2f} of what a line through the others gives."
+            )
 
 
 def about_growth(numbers):
@@ -182,8 +187,8 @@ def about_growth(numbers):
         if len(rows) == 2:
             (short, long) = rows
             yield (
-                f"{column}, {direction}: {long['size']['T'] / short['size']['T']:.0f} times the tokens take "
-                f"{long['growth_mb'] / short['growth_mb']:.2f} times the memory."
+                f"{column}, {direction}: {long['size']['T'] / short['size']['T']:.0f} times the tokens "
+                f"take {long['growth_mb'] / short['growth_mb']:.2f} times the memory."
             )
 
 
@@ -201,7 +206,7 @@ def draw(numbers, path):
     height = 0.9 + 0.27 * max(len(rows) for _, rows in groups)
     lines = math.ceil(len(groups) / 2)
     figure = Figure(figsize=(12, lines * height), layout="constrained")
-    panels = list(figure.subplots(lines, 2, squeeze=False).flat)
+    panels = list(figure.subplots(lines, min(2, len(groups)), squeeze=False).flat)
     for panel, (title, rows) in zip(panels, groups, strict=False):
         if baseline:
             values = [row["ratios"][baseline] for row in rows]

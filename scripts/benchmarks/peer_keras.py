@@ -1,6 +1,6 @@
 """Keras: its own attention layer, and a GPT-2 of its own layers in its own fit.
 
-What the other peers on TensorFlow share with it is here as well: how a function is compiled and a model is fit.
+It also has what all peers on TensorFlow share: how a function is compiled and a model is fit.
 """
 
 import keras
@@ -50,14 +50,14 @@ def train(problem, jit_compile):
 
 
 def head_kernels(kernels, H):
-    """Kernels of queries, keys, values and outputs as Keras keeps them: an axis of heads, one of their width."""
+    """Kernels of queries, keys, values and outputs with an axis of heads, as Keras keeps them."""
     D = len(kernels[0])
     *parts, output = kernels
     return [*(kernel.reshape(D, H, D // H) for kernel in parts), output.reshape(H, D // H, D)]
 
 
 def set_block(parts, block, H):
-    """Give five layers the weights of a block: norm, `MultiHeadAttention`, norm, and the two of the MLP."""
+    """Give a block's weights to its layers: norm, `MultiHeadAttention`, norm, two of the MLP."""
     first_norm, attention, *others = parts
     first_norm.set_weights(block["ln_1"])
     kernel, bias = (np.split(array, 3, axis=-1) for array in block["attn.c_attn"])

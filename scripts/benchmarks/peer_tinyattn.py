@@ -20,7 +20,10 @@ def layer(problem, jit_compile, blockwise):
 
 
 def generate(problem, jit_compile, share=1, unequal=False):
-    """`CausalLM.generate`, greedy: ids `(B, share of new_tokens)`; every second prompt may be half as long."""
+    """`CausalLM.generate`, greedy: ids `(B, share * new_tokens)`.
+
+    With `unequal`, every second prompt is half as long.
+    """
     model = causal_lm_from_gpt2(problem.state_dict, problem.H)
     new_tokens = int(share * problem.new_tokens)
     prompts = list(problem.prompts)

@@ -78,7 +78,7 @@ def train(problem):
 
 
 def tensors(state_dict):
-    """GPT-2's tables and final norm by name, and its blocks, their kernels as `linear` takes them: `(out, in)`."""
+    """The tensors outside the blocks by name, and the blocks; kernels are `(out, in)`."""
     blocks = by_block(
         {
             name: torch.tensor(np.ascontiguousarray(array.T))
@@ -91,7 +91,7 @@ def tensors(state_dict):
 
 
 def hidden(weights, blocks, token_ids, H, start=0, cache=None):
-    """GPT-2 up to its final norm, `(B, T, D)`; a cache holds keys and values of positions before `start`."""
+    """GPT-2 up to its final norm, `(B, T, D)`; a cache holds the keys and values before `start`."""
     T, D = token_ids.shape[1], weights["wte.weight"].shape[1]
     end = start + T
     x = functional.embedding(token_ids, weights["wte.weight"]) + weights["wpe.weight"][start:end]

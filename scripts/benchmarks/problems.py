@@ -1,4 +1,4 @@
-"""The numbers that every peer computes with: functions of the sizes alone, so that each process makes its own."""
+"""What every peer computes with: a function of the sizes alone, so each process makes its own."""
 
 from types import SimpleNamespace
 

@@ -34,8 +34,8 @@ class Benchmark(NamedTuple):
 
 def _graph_and_xla(name, peer, **settings):
     return {
-        f"{name}, graph": (peer, {"jit_compile": False, **settings}),
-        f"{name}, XLA": (peer, {"jit_compile": True, **settings}),
+        f"{name} graph": (peer, {"jit_compile": False, **settings}),
+        f"{name} XLA": (peer, {"jit_compile": True, **settings}),
     }
 
 
@@ -86,14 +86,14 @@ BENCHMARKS = {
     "generate": Benchmark(
         "Greedy generation by one GPT-2",
         columns={
-            f"{OURS}, unequal, XLA": (OURS, {"jit_compile": True, "unequal": True}),
+            f"{OURS} unequal XLA": (OURS, {"jit_compile": True, "unequal": True}),
             **_graph_and_xla(OURS, OURS),
             # Whether the time grows in proportion to the number of new tokens.
-            **_graph_and_xla(f"{OURS}, 1/4 new", OURS, share=1 / 4),
-            **_graph_and_xla(f"{OURS}, 1/2 new", OURS, share=1 / 2),
+            **_graph_and_xla(f"{OURS} 1/4", OURS, share=1 / 4),
+            **_graph_and_xla(f"{OURS} 1/2", OURS, share=1 / 2),
             **_graph_and_xla("KerasHub", "KerasHub"),
-            "torch, KV loop": ("torch", {}),
-            "JAX, while_loop": ("JAX", {}),
+            "torch KV loop": ("torch", {}),
+            "JAX while_loop": ("JAX", {}),
         },
         tables=_requests(
             {
@@ -111,9 +111,9 @@ BENCHMARKS = {
         "Training steps of one GPT-2",
         columns={
             f"{OURS} train step": (OURS, {}),
-            f"{OURS} in fit, XLA": (OURS, {"use_fit": True}),
+            f"{OURS} fit XLA": (OURS, {"use_fit": True}),
             **_graph_and_xla("Keras fit", "Keras"),
-            "torch, nanoGPT's step": ("torch", {}),
+            "torch step, as nanoGPT": ("torch", {}),
         },
         tables={
             "small, 32 x 128 tokens a step": dict(num_layers=4, H=4, D=128, V=65, T=128, B=32, steps=4),
@@ -149,3 +149,8 @@ def tokens(size, share=1, **_):
     if "new_tokens" in size:
         return size["B"] * int(share * size["new_tokens"])
     return size["B"] * size["T"] * size.get("steps", 1)
+
+
+def is_part(settings):
+    """Whether a column computes something else than the whole problem."""
+    return bool(settings.keys() & {"unequal", "share"})

@@ -1,15 +1,16 @@
 """The process of one peer: `python -m benchmarks.worker MODULE`.
 
-It reads requests from standard input and writes answers to standard output, each a line of JSON: a request
-names one of COMMANDS and its arguments, an answer is `{"answer": ...}` or `{"error": "a sentence"}`. The
-module has a function for each benchmark that it takes part in, of a problem and a column's settings; it
-returns a function of no arguments that computes and gives back a NumPy array.
+It reads requests from standard input and writes answers to standard output, each a line of JSON. A
+request names one of COMMANDS and its arguments: `{"do": "timed", "column": "torch"}`; an answer is
+`{"answer": ...}` or `{"error": "a sentence"}`. The module has a function for each benchmark that it
+takes part in, `layer(problem, **settings)`, which returns a function that computes a NumPy array.
 """
 
 import contextlib
 import importlib
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -63,7 +64,7 @@ def timed(peer, column):
 
 
 def grow(peer, size, settings, path):
-    """By how many MB the peak of this process' memory grows when a layer is called for the first time."""
+    """By how many MB this process' peak memory grows at the first call of a layer."""
     warm_up = peer.layer(problems.layer(size | {"T": 32}), **settings)
     computes = peer.layer(problems.layer(size), **settings)
     warm_up()
@@ -76,10 +77,13 @@ def grow(peer, size, settings, path):
 
 def peak_memory():
     """The largest resident memory of this process so far, in bytes."""
+    status = Path("/proc/self/status")
+    if status.is_file():
+        # Linux counts the memory of the parent, before exec, in getrusage's.
+        return int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) * 1024
     import resource
 
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def forget_peak_memory():

@@ -37,13 +37,13 @@ class Worker:
             "JAX_PLATFORMS": "cpu",
             "KERAS_BACKEND": "tensorflow",
             "TF_CPP_MIN_LOG_LEVEL": "3",
-            # JAX, torch, TensorFlow.
+            # JAX, torch, TensorFlow. (XLA may still use one thread more; CPU time counts it.)
             "NPROC": threads,
             "OMP_NUM_THREADS": threads,
             "TF_NUM_INTRAOP_THREADS": threads,
             "TF_NUM_INTEROP_THREADS": threads,
         }
-        self._said = tempfile.TemporaryFile("w+")
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in __exit__
         # -P: only from PYTHONPATH, not from the folder in which the benchmark was called.
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "benchmarks.worker", module],
@@ -63,7 +63,7 @@ class Worker:
             pass
         line = self._process.stdout.readline()
         if not line:
-            raise ValueError(f"{self.name}: the process {self._end()}.")
+            raise ValueError(f"{self.name}: the process {self._end()}. --peers can leave it out.")
         answer = json.loads(line)
         if "error" in answer:
             raise ValueError(f"{self.name}: {answer['error']}")
@@ -111,19 +111,19 @@ def difference(column, array, reference, expected):
         The largest difference, as a share of the largest expected entry.
 
     Raises:
-        ValueError: if it is more than LARGEST_DIFFERENCE, or more than 0 between integers, or not a number.
+        ValueError: if the shapes differ; if the difference is above LARGEST_DIFFERENCE, or 0 between
+            integers, or not a number.
     """
     if array.shape != expected.shape:
         raise ValueError(
-            f"{column!r} computes the shape {array.shape}, {reference!r} {expected.shape}: nothing is timed."
+            f"{column!r} computes the shape {array.shape}, {reference!r} {expected.shape}."
         )
     limit = 0 if np.issubdtype(expected.dtype, np.integer) else LARGEST_DIFFERENCE
     largest = float(np.max(np.abs(array - expected)) / np.max(np.abs(expected)))
     if not largest <= limit:
         raise ValueError(
-            f"{column!r} computes something else than {reference!r}: nothing is timed. They differ by "
-            f"{largest:.1e} of the largest entry, where rounding stays below {LARGEST_DIFFERENCE:.0e} and "
-            "integers are equal."
+            f"{column!r} computes something else than {reference!r}: they differ by {largest:.1e} of "
+            f"the largest entry, and {limit:.0e} is allowed."
         )
     return largest
 
@@ -132,8 +132,8 @@ def interleaved(calls, seconds, at_least=3, seed=0):
     """Time calls in turn, in a new order each round, so that a slow spell meets all alike.
 
     Args:
-        calls: maps a column to a function that makes one call and returns its CPU and wall seconds. It was
-            called before, so that nothing is compiled while the clock runs.
+        calls: maps a column to a function that makes one call and returns its CPU and wall seconds;
+            what it calls is compiled already.
         seconds: how long to go on, about.
         at_least: the fewest rounds.
         seed: seed of the orders.
