@@ -22,19 +22,14 @@ def machine(threads):
     if cpuinfo.is_file():
         models = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
         processor = models[0].partition(":")[2].strip() if models else processor
-    versions = {}
-    for distribution in DISTRIBUTIONS:
-        try:
-            versions[distribution] = importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            versions[distribution] = None
+    found = {found.name: found.version for found in importlib.metadata.distributions()}
     return {
         "processor": processor,
         "cores": os.cpu_count(),
         "threads": threads,
         "system": platform.platform(),
         "python": platform.python_version(),
-        "versions": versions,
+        "versions": {name: found.get(name) for name in DISTRIBUTIONS},
     }
 
 
@@ -173,19 +168,16 @@ def about_lengths(title, rows):
 
 
 def about_growth(numbers):
-    longer = {}
+    by_column = {}
     for title, rows in tables(numbers):
-        growth = {row["column"]: row["growth_mb"] for row in rows}
-        ours = max((row["column"] for row in rows if row["peer"] == OURS), key=growth.get)
-        for peer in ("Keras", "torch"):
-            theirs = [row["growth_mb"] for row in rows if row["peer"] == peer]
-            if theirs:
-                yield f"{title}: {ours} takes {growth[ours]:.0f} MB, {peer} at least {min(theirs):.0f}."
+        most = max((row for row in rows if row["peer"] == OURS), key=lambda row: row["growth_mb"])
+        others = [f"{row['column']} {row['growth_mb']:.0f}" for row in rows if row["peer"] != OURS]
+        if others:
+            yield f"{title}: {most['column']} takes {most['growth_mb']:.0f} MB, {', '.join(others)}."
         for row in rows:
-            longer.setdefault((row["column"], row["size"]["direction"]), []).append(row)
-    for (column, direction), rows in longer.items():
-        if len(rows) == 2:
-            (short, long) = rows
+            by_column.setdefault((row["column"], row["size"]["direction"]), []).append(row)
+    for (column, direction), (short, *longer) in by_column.items():
+        for long in longer:
             yield (
                 f"{column}, {direction}: {long['size']['T'] / short['size']['T']:.0f} times the tokens "
                 f"take {long['growth_mb'] / short['growth_mb']:.2f} times the memory."

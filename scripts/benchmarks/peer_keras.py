@@ -6,7 +6,7 @@ It also has what all peers on TensorFlow share: how a function is compiled and a
 import keras
 import numpy as np
 import tensorflow as tf
-from keras import layers, ops
+from keras import layers
 
 from benchmarks.problems import CLIP_NORM, EPSILON, LEARNING_RATE, WEIGHT_DECAY, by_block
 
@@ -29,7 +29,8 @@ def train(problem, jit_compile):
     weights, blocks = problem.state_dict, by_block(problem.state_dict)
     T, D, H = problem.T, problem.D, problem.H
     token_ids = keras.Input((T,), dtype="int32")
-    tokens = layers.Embedding(problem.V, D)
+    # Its table is also the projection to logits.
+    tokens = layers.ReversibleEmbedding(problem.V, D)
     positions = AddPositions(T)
     x = positions(tokens(token_ids))
     tokens.set_weights([weights["wte.weight"]])
@@ -45,8 +46,7 @@ def train(problem, jit_compile):
     final_norm = layers.LayerNormalization(epsilon=1e-5)
     x = final_norm(x)
     final_norm.set_weights([weights["ln_f.weight"], weights["ln_f.bias"]])
-    logits = ops.matmul(x, ops.transpose(TableOf(tokens)(x)))
-    return fit(keras.Model(token_ids, logits), problem, jit_compile)
+    return fit(keras.Model(token_ids, tokens(x, reverse=True)), problem, jit_compile)
 
 
 def head_kernels(kernels, H):
@@ -123,17 +123,3 @@ class AddPositions(layers.Layer):
 
     def call(self, inputs):
         return inputs + self.table
-
-
-class TableOf(layers.Layer):
-    """The table of an embedding, to which the logits are tied."""
-
-    def __init__(self, embedding):
-        super().__init__()
-        self.embedding = embedding
-
-    def call(self, inputs):
-        return self.embedding.embeddings
-
-    def compute_output_spec(self, inputs):
-        return keras.KerasTensor(self.embedding.embeddings.shape)
