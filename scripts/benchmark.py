@@ -46,8 +46,8 @@ def parse_arguments(argv):
         "--seconds",
         type=float,
         metavar="S",
-        help="time for each table: as many rounds as fit, at least 3 for each repeat, of memory 1 "
-        "(default: 20, or 0 with --quick)",
+        help="time for each table: as many rounds as fit, at least 3, of memory 1 (default: 20, or 0 "
+        "with --quick)",
     )
     parser.add_argument(
         "--repeats",

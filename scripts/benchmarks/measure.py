@@ -20,7 +20,7 @@ def measure_times(options, say):
     benchmark = BENCHMARKS[options.benchmark]
     tables = benchmark.quick if options.quick else benchmark.tables
     times = {title: {} for title in tables}
-    differences = {}
+    differences, at_least = {}, max(1, 3 // options.repeats)
     for repeat in range(options.repeats):
         with ExitStack() as stack:
             say("the imports")
@@ -36,7 +36,7 @@ def measure_times(options, say):
                     column: functools.partial(workers[peer].ask, "timed", column=column)
                     for column, (peer, _) in columns.items()
                 }
-                new = interleaved(calls, options.seconds / options.repeats, seed=repeat)
+                new = interleaved(calls, options.seconds / options.repeats, at_least, seed=repeat)
                 for column in columns:
                     times[title].setdefault(column, []).extend(new[column])
     rows = []

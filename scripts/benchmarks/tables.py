@@ -128,12 +128,14 @@ BENCHMARKS = {
 
 
 def columns_of(name, size, peers):
-    """The columns of a table for the peers of a run; ours are there twice if AGAINST is among them."""
+    """The columns of a table for the peers of a run; with AGAINST, whole problems of ours twice."""
     columns = {
         column: (peer, settings)
         for column, (peer, settings) in BENCHMARKS[name].columns.items()
+        if peer in peers
         # One prompt alone is not unequal.
-        if peer in peers and not (settings.get("unequal") and size["B"] == 1)
+        and not (settings.get("unequal") and size["B"] == 1)
+        and not ("share" in settings and AGAINST in peers)
     }
     if AGAINST in peers:
         columns |= {

@@ -128,7 +128,7 @@ def difference(column, array, reference, expected):
     return largest
 
 
-def interleaved(calls, seconds, at_least=3, seed=0):
+def interleaved(calls, seconds, at_least, seed=0):
     """Time calls in turn, in a new order each round, so that a slow spell meets all alike.
 
     Args:
