@@ -2,6 +2,7 @@
 
 python scripts/benchmark.py layer --threads 1
 python scripts/benchmark.py memory --json memory.json --plot memory.png
+git worktree add ../before HEAD~1
 python scripts/benchmark.py train --peers none --against ../before
 
 Only ratios within one run mean something: machines differ, and so do two hours on one machine.
