@@ -1,138 +1,153 @@
-"""Speed and memory of the attention layers beside those of other libraries, on this machine's CPU.
+"""Speed and memory on the CPU, beside other libraries or beside another commit of this package.
 
 python scripts/benchmark.py layer --threads 1
 python scripts/benchmark.py memory --json memory.json --plot memory.png
+git worktree add ../before HEAD~1
+python scripts/benchmark.py train --peers none --against ../before
 
 Only ratios within one run mean something: machines differ, and so do two hours on one machine.
 """
 
 import argparse
-import json
+import importlib.util
 import math
 from pathlib import Path
 
-import _benchmark_attention as attention
-import _benchmark_models as models
-from _benchmark_page import draw
 from _start import check_count, check_file, check_picture, console, run, write_numbers, write_picture
-from _timing import machine
+from benchmarks.measure import measure_memory, measure_times
+from benchmarks.page import draw, machine, show
+from benchmarks.tables import AGAINST, BENCHMARKS, OURS, PEERS
 
-DISTRIBUTIONS = ("keras-tinyattn", "tensorflow", "keras", "keras-hub", "torch", "jax", "numpy")
+CHECKOUT = Path(__file__).resolve().parents[1]
+EPILOG = """
+layer     time of one causal self-attention layer with its projections, forward and backward
+memory    how much the peak of memory grows when one such layer gets 8192 and 16384 tokens
+generate  200 new tokens, greedy, of one GPT-2, small (4 layers, 128 wide) or medium (6, 384)
+train     steps of one GPT-2 on 32 x 128 tokens, small and medium
 
-
-def main(argv=None):
-    arguments = parse_arguments(argv)
-    if getattr(arguments, "child", None):
-        print(json.dumps(attention.measure_growth(**json.loads(arguments.child))))
-        return
-    check_count("--threads", arguments.threads, at_least=1)
-    if not 0 <= getattr(arguments, "seconds", 0) < math.inf:
-        raise ValueError(f"--seconds must be 0 or more, but {arguments.seconds} was received.")
-    check_picture("--plot", arguments.plot)
-    check_file("--json", arguments.json)
-    measure, tell, bars = BENCHMARKS[arguments.benchmark]
-    output = console()
-    # A line that stands on a terminal while there is nothing to read yet, and nowhere else.
-    with output.status("measuring; this takes minutes") as status:
-        numbers = {
-            "benchmark": arguments.benchmark,
-            "machine": machine(arguments.threads, DISTRIBUTIONS),
-            **measure(arguments, lambda what: status.update(f"measuring {what}")),
-        }
-    tell(numbers, output)
-    write_picture(output, arguments.plot, lambda part: draw(bars(numbers), part))
-    write_numbers(output, arguments.json, numbers)
+Each library computes in a process of its own, with the same weights and inputs. What they compute is
+compared before anything is timed. Then they are called in turn, in a new order each round.
+All of them: pip install "keras-tinyattn[bench]"
+"""
 
 
 def parse_arguments(argv):
     parser = argparse.ArgumentParser(
-        description="Measure the attention layers beside those of other libraries, on the CPU. A "
-        "library that is not installed is left out.",
-        epilog='All peers: pip install "keras-tinyattn[bench]".',
+        description="Measure this package beside other libraries, on the CPU.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
-
-    shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument(
+    parser.add_argument(
+        "benchmark", choices=BENCHMARKS, metavar="benchmark", help="what is measured, see below"
+    )
+    parser.add_argument(
         "--threads", type=int, default=1, metavar="N", help="threads for every library (default: 1)"
     )
-    shared.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file")
-    shared.add_argument(
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        metavar="S",
+        help="time for each table: as many rounds as fit, at least 3, of memory 1 (default: 20, or 0 "
+        "with --quick)",
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        metavar="N",
+        help="share the time among N sets of new processes, since one may be slower for as long as it "
+        "lives (default: 1, or 3 with --against)",
+    )
+    parser.add_argument(
+        "--peers",
+        nargs="+",
+        default=["all"],
+        choices=["all", "none", *list(PEERS)[2:]],
+        metavar="NAME",
+        help=f"libraries to compare with, of {', '.join(list(PEERS)[2:])}; all, which leaves out those "
+        "that are not installed (default); or none",
+    )
+    parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="FOLDER",
+        help="another checkout of this repository, whose package is measured as well",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file")
+    parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw bars to this .png, .svg or .pdf file"
     )
-    shared.add_argument(
+    parser.add_argument(
         "--quick",
         action="store_true",
         help="small sizes, to see that everything runs; figures mean little",
     )
-
-    layer = benchmarks.add_parser(
-        "layer",
-        parents=[shared],
-        help="time of one causal attention layer",
-        description="Process CPU time and wall time of one causal self-attention layer with its "
-        "projections, forward and forward+backward. All columns get the same weights and inputs; "
-        "their outputs and input gradients are compared before anything is timed. Then they run in "
-        "turn, in a new order each round. Medians and quartiles; ratios to the better of the two "
-        "columns of keras.layers.MultiHeadAttention.",
-    )
-    layer.add_argument(
-        "--seconds",
-        type=float,
-        default=20.0,
-        metavar="S",
-        help="time for each table, of which there are two a shape; at least 5 rounds (default: 20)",
-    )
-    memory = benchmarks.add_parser(
-        "memory",
-        parents=[shared],
-        help="memory of one causal attention layer on long inputs",
-        description="By how much the peak of resident memory grows when one causal self-attention "
-        "layer (256 wide, 4 heads) meets 8192 and 16384 tokens, each in a process of its own. "
-        "Keras' layer is measured at the shorter length only, where it already needs gigabytes.",
-    )
-    memory.add_argument("--child", help=argparse.SUPPRESS)
-    generate = benchmarks.add_parser(
-        "generate",
-        parents=[shared],
-        help="tokens a second of greedy generation",
-        description="Greedy generation by one GPT-2 with the same weights in each library, small (4 "
-        "layers, 128 wide) and medium (6 layers, 384 wide), 200 new tokens. The ids are compared "
-        "before anything is timed. Then the columns run in turn. Ratios of speed to KerasHub's "
-        "compiled generate, or to our own plain loop where KerasHub is not installed.",
-    )
-    generate.add_argument(
-        "--seconds",
-        type=float,
-        default=40.0,
-        metavar="S",
-        help="time for each of the four tables; at least 3 rounds (default: 40)",
-    )
-    train = benchmarks.add_parser(
-        "train",
-        parents=[shared],
-        help="tokens a second of training",
-        description="Training steps of one GPT-2 with the same weights, batches and optimizer in each "
-        "library, small (4 layers, 128 wide) and medium (6 layers, 384 wide), 32 x 128 tokens a step. "
-        "The losses after the first steps are compared before anything is timed. Then the columns run "
-        "in turn. Ratios of speed to torch, or to the better of Keras' fits where it is not installed.",
-    )
-    train.add_argument(
-        "--seconds",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="time for each of the two tables; at least 3 rounds (default: 60)",
-    )
     return parser.parse_args(argv)
 
 
-BENCHMARKS = {
-    "layer": (attention.measure_layer, attention.tell_layer, attention.layer_bars),
-    "memory": (attention.measure_memory, attention.tell_memory, attention.memory_bars),
-    "generate": (models.measure_generate, models.tell_generate, models.generate_bars),
-    "train": (models.measure_train, models.tell_train, models.train_bars),
-}
+def main(argv=None):
+    options = parse_arguments(argv)
+    check_count("--threads", options.threads, at_least=1)
+    if options.repeats is None:
+        options.repeats = 3 if options.against else 1
+    check_count("--repeats", options.repeats, at_least=1)
+    if options.seconds is None:
+        options.seconds = 0.0 if options.quick else 20.0
+    if not 0 <= options.seconds < math.inf:
+        raise ValueError(f"--seconds must be 0 or more, but {options.seconds} was received.")
+    check_picture("--plot", options.plot)
+    check_file("--json", options.json)
+    options.packages = packages(options.against)
+    options.peers, left_out = choose_peers(options)
+    output = console()
+    # A line that is on a terminal while there is nothing to read yet, and nowhere else.
+    with output.status("measuring; this takes minutes") as status:
+        measure = measure_memory if options.benchmark == "memory" else measure_times
+        numbers = {
+            "benchmark": options.benchmark,
+            "machine": machine(options.threads),
+            "against": options.against and str(options.against),
+            "left_out": left_out,
+            "results": measure(options, lambda what: status.update(f"measuring {what}")),
+        }
+    show(numbers, output)
+    write_picture(output, options.plot, lambda part: draw(numbers, part))
+    write_numbers(output, options.json, numbers)
+
+
+def packages(against):
+    """The checkouts whose package is measured, by peer."""
+    if against is None:
+        return {OURS: CHECKOUT}
+    if not (against / "keras_tinyattn" / "__init__.py").is_file():
+        raise ValueError(
+            f"--against needs a checkout, but {str(against)!r} has no folder keras_tinyattn."
+        )
+    return {OURS: CHECKOUT, AGAINST: against.resolve()}
+
+
+def choose_peers(options):
+    """The peers of a run, ours first, and a sentence about each that is not installed.
+
+    Raises:
+        ValueError: if one is not installed that was asked for by its name.
+    """
+    takes_part = {peer for peer, _ in BENCHMARKS[options.benchmark].columns.values()}
+    chosen, left_out = list(options.packages), []
+    for peer, (_, module, distribution) in PEERS.items():
+        if peer in chosen or peer not in takes_part or not {peer, "all"} & set(options.peers):
+            continue
+        if importlib.util.find_spec(module) is not None:
+            chosen.append(peer)
+            continue
+        sentence = (
+            f"{peer} is not installed; `pip install {distribution}` adds it, "
+            '`pip install "keras-tinyattn[bench]"` adds all peers.'
+        )
+        if peer in options.peers:
+            raise ValueError(f"--peers: {sentence}")
+        left_out.append(sentence)
+    return chosen, left_out
+
 
 if __name__ == "__main__":
     run(main)

@@ -16,9 +16,8 @@ with quiet_imports():
     import tensorflow as tf
 
     import keras_tinyattn
-    from keras_tinyattn import training
 
-# Float32 sums of thousands of terms, in the order that a device likes.
+# Float32 sums of thousands of terms, each device in its own order.
 LARGEST_DIFFERENCE = 1e-3
 V, T = 50, 256
 
@@ -36,16 +35,16 @@ def main(argv=None):
     if device not in known:
         raise ValueError(
             f"TensorFlow does not see {device} on this machine, but {', '.join(known)}. For NVIDIA's "
-            'GPUs install keras-tinyattn with the extra "and-cuda" and the driver.'
+            'GPUs, install their driver and keras-tinyattn with the extra "and-cuda".'
         )
-    # Otherwise products of float32 matrices keep ten bits.
+    # With it, products of float32 matrices keep ten bits of the fraction.
     tf.config.experimental.enable_tensor_float_32_execution(False)
-    # Each length and form is a function of its own, which TensorFlow warns of as one traced again.
+    # Each length and form is a new function, which TensorFlow reports as retracing.
     tf.get_logger().setLevel("ERROR")
     output = console()
     failed = 0
-    # A CPU tells no peak.
-    checks = [attention, generation, learning, export]
+    # TensorFlow reports no peak memory of a CPU.
+    checks = [attention, generation, training, export]
     for check in [*checks, memory] if device.startswith("GPU") else checks:
         section(output, check.__doc__.rstrip("."))
         rows = list(check(device))
@@ -123,7 +122,7 @@ def memory(device):
 
 
 def generation(device):
-    """Generation of 100 tokens, three prompts of unlike lengths."""
+    """Generation of 100 tokens, three prompts of different lengths."""
     model = small_model()
     prompts = [[1, 2, 3], list(range(40)), [7]]
     for settings in ({"temperature": 0.0}, {"temperature": 1.0, "top_p": 0.9, "seed": 3}):
@@ -144,7 +143,7 @@ def generation(device):
             )
 
 
-def learning(device):
+def training(device):
     """Training on one batch, 40 steps."""
     ids = np.random.default_rng(1).integers(0, V, (8, T + 1)).astype("int32")
     for policy in ("float32", "mixed_float16"):
@@ -164,7 +163,7 @@ def learning(device):
         yield f"fit, {policy}", f"loss from {first:.3f} to {last:.3f}", last < 0.9 * first
     with tf.device(device):
         model = small_model()
-        step = training.make_train_step(model, keras.optimizers.AdamW(3e-3), clip_norm=1.0)
+        step = keras_tinyattn.make_train_step(model, keras.optimizers.AdamW(3e-3), clip_norm=1.0)
         losses = [float(step(ids[:, :-1], ids[:, 1:])) for _ in range(40)]
     yield "GradientTape, XLA", f"loss from {losses[0]:.3f} to {losses[-1]:.3f}", losses[-1] < losses[0]
 
@@ -184,7 +183,7 @@ def small_model(dropout=0.0):
     model.build((None, T))
     if not dropout:
         for variable in model.trainable_variables:
-            # Far from uniform, so that rounding decides between no two candidates.
+            # Far from uniform, so that no rounding decides between two candidates.
             variable.assign(variable * 10)
     return model
 

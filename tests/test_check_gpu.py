@@ -1,9 +1,10 @@
-"""`check_gpu.py` compares a device with the CPU; the CPU itself agrees, and a difference is told."""
+"""`check_gpu.py` compares a device with the CPU: the CPU agrees with itself, a difference fails."""
 
 import pathlib
 import subprocess
 import sys
 
+import check_gpu as script
 import pytest
 import tensorflow as tf
 
@@ -24,9 +25,6 @@ def test_a_device_that_is_not_there_is_named_in_one_sentence():
 
 
 def test_a_difference_fails_its_check(monkeypatch):
-    monkeypatch.syspath_prepend(SCRIPTS)
-    import check_gpu as script
-
     monkeypatch.setattr(script, "timed", lambda function, *arguments: (function(*arguments), 1.0))
     monkeypatch.setattr(script, "LARGEST_DIFFERENCE", 0.0)
     name, seen, passed = next(script.attention("CPU:0"))
