@@ -2,6 +2,7 @@
 
 import contextlib
 
+import numpy as np
 import tensorflow as tf
 
 _BEGIN, _END = "assertion failed: [", "]"
@@ -27,8 +28,21 @@ def require(condition, *message):
 
 
 def chosen(values, mask):
-    """`tf.boolean_mask`, by a tenth of its operations: these are in every graph, and seldom run."""
+    """`tf.boolean_mask` in a tenth of its operations, which are in every graph and seldom needed."""
     return tf.gather_nd(values, tf.where(mask))
+
+
+def require_one_batch(**inputs):
+    """The assertion that all inputs have one number of rows."""
+    ranks = [value.shape.rank for value in inputs.values()]
+    shapes = tf.concat([tf.shape(value) for value in inputs.values()], axis=0)
+    rows = tf.gather(shapes, np.cumsum([0, *ranks[:-1]]))
+    return require(
+        tf.reduce_all(rows == rows[0]),
+        f"Each row needs its own value. Expected one number of rows in {', '.join(inputs)}. Received: ",
+        rows,
+        ".",
+    )
 
 
 @contextlib.contextmanager

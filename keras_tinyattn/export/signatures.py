@@ -4,25 +4,17 @@ Every input and output is batch-major, settings too, so that a server can put re
 settings into one batch. Every input is required. No output shares a name with an input.
 """
 
+import functools
 import types
 
-import numpy as np
 import tensorflow as tf
 
 from keras_tinyattn import sampling
-from keras_tinyattn._boundary import require
-from keras_tinyattn.generation.graphs import grow_cache, read_parameters, step_graph, window_graph
+from keras_tinyattn._boundary import require, require_one_batch
+from keras_tinyattn.export import stepwise
+from keras_tinyattn.generation.graphs import read_parameters, window_graph
 from keras_tinyattn.generation.loop import request_graph
-from keras_tinyattn.generation.request import (
-    MAX_STOP_TOKENS,
-    ROW_SETTINGS,
-    Generation,
-    Settings,
-    check_ids,
-    check_lengths,
-    check_sampling,
-)
-from keras_tinyattn.layers.cache import KeyValueCache
+from keras_tinyattn.generation.request import MAX_STOP_TOKENS, ROW_SETTINGS, Generation, Settings
 
 MAX_ATTENTION_TOKENS = 256
 
@@ -39,11 +31,11 @@ class Signatures(tf.Module):
 
     def __init__(self, model, tokenizer):
         super().__init__()
-        self._model = lambda: model  # In a function: only its variables belong into the export.
+        self._model = lambda: model  # A function: the export tracks its variables alone.
         self.tokenizer = tokenizer
         self.variables_of_model = [variable.value for variable in model.variables]
-        # One copy in the graph of what several signatures use; out of the sight of the tracker, which
-        # would write each down a second time as a function of its own.
+        # What several signatures use is one function in the graph. Hidden from the tracker, which would
+        # export each of them a second time.
         self._shared = types.SimpleNamespace(
             tokenize=_graph(tokenizer.tokenize, _STRINGS),
             detokenize=_graph(tokenizer.detokenize, _IDS, _INTS),
@@ -61,10 +53,7 @@ class Signatures(tf.Module):
         strings, ids, ints = _STRINGS, _IDS, _INTS
         text_settings = {"prompt": strings, **_SETTINGS, "stop": strings}
         id_settings = {"prompt_ids": ids, "prompt_length": ints, **_SETTINGS, "stop_id": ints}
-        cache_specs = {
-            name: tf.TensorSpec((None, *part.shape[1:]), _wire_dtype(part))
-            for name, part in _named(self._model().make_cache(1)).items()
-        }
+        model = self._model()
         specs = {
             "serving_default": (self.greedy, {"prompt": strings}),
             "generate": (self.generate, text_settings),
@@ -74,12 +63,15 @@ class Signatures(tf.Module):
             "attention": (self.attention, {"text": strings}),
             "tokenize": (self.tokenize, {"text": strings}),
             "detokenize": (self.detokenize, {"token_ids": ids, "length": ints}),
-            "prefill": (self.prefill, {"prompt_ids": ids, "prompt_length": ints}),
-            "step": (self.step, {"token_id": ints, "position": ints, **cache_specs}),
-            "sample": (
-                self.sample,
-                {"logits": _FLOAT_ROWS, "position": ints, **_SAMPLING},
+            "prefill": (
+                functools.partial(stepwise.prefill, model),
+                {"prompt_ids": ids, "prompt_length": ints},
             ),
+            "step": (
+                functools.partial(stepwise.step, model),
+                {"token_id": ints, "position": ints, **stepwise.cache_inputs(model)},
+            ),
+            "sample": (stepwise.sample, {"logits": _FLOAT_ROWS, "position": ints, **_SAMPLING}),
         }
         return {
             name: tf.function(method, autograph=False).get_concrete_function(
@@ -116,7 +108,7 @@ class Signatures(tf.Module):
     def _prepare(self, prompt, stop, *settings):
         """Prompts and stops as ids."""
         named = dict(zip(_SETTINGS, settings, strict=True))
-        with tf.control_dependencies(_require_one_batch(prompt=prompt, stop=stop, **named)):
+        with tf.control_dependencies(require_one_batch(prompt=prompt, stop=stop, **named)):
             prompt = tf.identity(prompt)
         return (*self._shared.tokenize(prompt), *self._stop_ids(stop))
 
@@ -140,7 +132,7 @@ class Signatures(tf.Module):
 
     def generate_ids(self, prompt_ids, prompt_length, stop_id, **settings):
         with tf.control_dependencies(
-            _require_one_batch(
+            require_one_batch(
                 prompt_ids=prompt_ids, prompt_length=prompt_length, stop_id=stop_id, **settings
             )
         ):
@@ -202,61 +194,9 @@ class Signatures(tf.Module):
 
     def detokenize(self, token_ids, length):
         """Ids as texts; the bytes need not be valid UTF-8."""
-        with tf.control_dependencies(_require_one_batch(token_ids=token_ids, length=length)):
+        with tf.control_dependencies(require_one_batch(token_ids=token_ids, length=length)):
             texts = self._shared.detokenize(tf.identity(token_ids), length)
         return {"text": _valid_utf8(texts), "text_bytes": texts}
-
-    def prefill(self, prompt_ids, prompt_length):
-        """The logits that follow each prompt, and a cache that holds it."""
-        model = self._model()
-        with tf.control_dependencies(
-            _require_one_batch(prompt_ids=prompt_ids, prompt_length=prompt_length)
-        ):
-            prompt_length = tf.identity(prompt_length)
-        prompt_length = check_lengths(prompt_length, tf.shape(prompt_ids)[1], model.sequence_length)
-        prompt_ids = check_ids(prompt_ids, prompt_length, model.vocabulary_size)
-        width = tf.maximum(tf.reduce_max(prompt_length), 1)
-        logits, _, cache = self._read_window(prompt_ids[:, :width])
-        logits = tf.gather(logits, prompt_length - 1, batch_dims=1)
-        cache = grow_cache(model, cache, model.sequence_length)
-        return {"logits": logits, **_cache_outputs(model, cache)}
-
-    def step(self, token_id, position, **cache):
-        """The logits that follow one more token of each row, and the cache with it."""
-        model = self._model()
-        with tf.control_dependencies(
-            _require_one_batch(token_id=token_id, position=position, **cache)
-            + require(
-                tf.reduce_all((position >= 0) & (position < model.sequence_length)),
-                f"A position is outside the model. Expected 0 to {model.sequence_length - 1}. "
-                "Received: ",
-                position,
-                ". Stop before the last position.",
-            )
-        ):
-            token_id = tf.identity(token_id)
-        logits, cache = step_graph(model)(
-            read_parameters(model),
-            check_ids(token_id[:, None], tf.ones_like(token_id), model.vocabulary_size),
-            tf.expand_dims(position, 1),
-            tuple(
-                KeyValueCache(
-                    tf.cast(cache[f"keys_{index}"], keys.dtype),
-                    tf.cast(cache[f"values_{index}"], values.dtype),
-                )
-                for index, (keys, values) in enumerate(model.make_cache(1, 1))
-            ),
-        )
-        return {"logits": tf.squeeze(logits, 1), **_cache_outputs(model, cache)}
-
-    def sample(self, logits, position, **settings):
-        """The next token of each row, for a client that calls `prefill` and `step` itself."""
-        checks = _require_one_batch(logits=logits, position=position, **settings)
-        with tf.control_dependencies(checks):
-            settings = check_sampling(sampling.SamplingSettings(**settings))
-        token_id = sampling.sample(logits, position=position, **settings._asdict())
-        logprob = tf.gather(tf.nn.log_softmax(logits), token_id, batch_dims=1)
-        return {"token_id": token_id, "logprob": logprob}
 
     def _read_window(self, token_ids, attention_scores=False):
         model = self._model()
@@ -290,7 +230,7 @@ class Signatures(tf.Module):
         return tf.where(place >= 0, shifted, -1), length
 
     def _window(self, text, longest):
-        """Texts as a window of 1 to `longest` tokens a row."""
+        """Texts as a window of 1 to `longest` tokens per row."""
         token_ids, length = self._shared.tokenize(text)
         checks = require(
             tf.reduce_all(length >= 1),
@@ -310,41 +250,5 @@ def _graph(function, *signature):
     return tf.function(function, input_signature=signature, autograph=False)
 
 
-def _named(cache):
-    """The arrays of a model's cache by the names of the wire."""
-    return {
-        f"{name}_{index}": part
-        for index, entry in enumerate(cache)
-        for name, part in zip(("keys", "values"), entry, strict=True)
-    }
-
-
-def _cache_outputs(model, cache):
-    with tf.init_scope():
-        empty = _named(model.make_cache(1))
-    return {
-        f"new_{name}": tf.cast(tf.ensure_shape(part, (None, *empty[name].shape[1:])), _wire_dtype(part))
-        for name, part in _named(cache).items()
-    }
-
-
-def _wire_dtype(x):
-    """The type in which a cache travels: JSON knows no half precision."""
-    return tf.float32 if x.dtype in (tf.bfloat16, tf.float16) else x.dtype
-
-
 def _valid_utf8(texts):
     return tf.strings.unicode_transcode(texts, "UTF-8", "UTF-8", errors="replace")
-
-
-def _require_one_batch(**inputs):
-    """The assertion that all inputs have one number of rows."""
-    ranks = [value.shape.rank for value in inputs.values()]
-    shapes = tf.concat([tf.shape(value) for value in inputs.values()], axis=0)
-    rows = tf.gather(shapes, np.cumsum([0, *ranks[:-1]]))
-    return require(
-        tf.reduce_all(rows == rows[0]),
-        f"Each row needs its own value. Expected one number of rows in {', '.join(inputs)}. Received: ",
-        rows,
-        ".",
-    )

@@ -1,5 +1,6 @@
 """Self-attention: a weighted mean of the values, by how well queries match keys."""
 
+import functools
 from typing import Any, NamedTuple
 
 import keras
@@ -27,11 +28,11 @@ class AttentionTrace(NamedTuple):
 
 @keras.saving.register_keras_serializable(package="keras_tinyattn")
 class ScaledSelfAttention(keras.layers.Layer):
-    """Self-attention: every position takes a weighted mean of what all positions have to say.
+    """Self-attention: each position takes a weighted mean of the values of all positions.
 
     Each position asks a question (its query), offers an answer to some question (its key) and
     carries something to say (its value). The weights are the softmax of how well queries match keys,
-    `softmax(Q K^T / sqrt(head_dim))`, a head at a time.
+    `softmax(Q K^T / sqrt(head_dim))`, per head.
 
     Args:
         head_dim: K, the width of a head's queries, keys and values.
@@ -39,13 +40,10 @@ class ScaledSelfAttention(keras.layers.Layer):
         output_dim: width of an output projection; none unless given.
         use_bias: whether each projection adds a bias.
         dropout: share of the weights dropped in training, in [0, 1).
-        kernel_initializer: initializer of the kernels; each kernel gets its own draw, also where
-            the initializer has a fixed seed.
-        bias_initializer: initializer of the biases.
-        kernel_regularizer: regularizer of the kernels.
-        bias_regularizer: regularizer of the biases.
-        kernel_constraint: constraint of the kernels.
-        bias_constraint: constraint of the biases.
+        kernel_initializer, bias_initializer: initializers; each kernel is sampled anew, also where the
+            initializer has a fixed seed.
+        kernel_regularizer, bias_regularizer: regularizers of the kernels and the biases.
+        kernel_constraint, bias_constraint: constraints of the kernels and the biases.
         blockwise: whether attention goes by blocks, in memory linear in T. By itself (`None`) it
             does when T is at least 1024 and neither weights, an `attention_mask` nor dropout in
             training is asked for. `True` insists, `False` forbids. Without blocks, a causal window
@@ -194,15 +192,10 @@ class ScaledSelfAttention(keras.layers.Layer):
         attended, weights = attend_window(
             "dense", queries, keys, values, padding, attention_mask, self._causal, dropout=None
         )
-        return AttentionTrace(
-            queries,
-            keys,
-            values,
-            functional.attention_scores(queries, keys),
-            functional.attention_scores(queries * self.head_dim**-0.5, keys),
-            weights,
-            self._output(attended),
-        )
+        raw = functional.attention_scores(queries, keys)
+        scaled = functional.attention_scores(queries * self.head_dim**-0.5, keys)
+        output = self._output(attended)
+        return AttentionTrace(queries, keys, values, raw, scaled, weights, output)
 
     def precompute(self):
         """What the layer computes from its weights alone, which a loop over many calls does once.
@@ -224,10 +217,8 @@ class ScaledSelfAttention(keras.layers.Layer):
 
     def graph_key(self):
         """What a graph of the layer depends on besides its variables, hashable."""
-        return (
-            *(self.head_dim, self.num_heads, self.output_dim, self.use_bias),
-            *(self.dropout, self.blockwise),
-        )
+        sizes = (self.head_dim, self.num_heads, self.output_dim)
+        return (*sizes, self.use_bias, self.dropout, self.blockwise)
 
     # One forward pass, a method a stage.
 
@@ -272,9 +263,7 @@ class ScaledSelfAttention(keras.layers.Layer):
         return ops.unstack(ops.transpose(projected, (2, 0, 3, 1, 4)), axis=0)
 
     def _dropout_in(self, training):
-        if self._dropout is None:
-            return None
-        return lambda weights: self._dropout(weights, training=training)
+        return self._dropout and functools.partial(self._dropout, training=training)
 
     def _output(self, attended):
         """(B, H, T, K) -> (B, T, H * K), projected if there is a projection."""
