@@ -47,7 +47,7 @@ def require_one_batch(**inputs):
 
 @contextlib.contextmanager
 def value_errors():
-    """Turn an assertion of a graph that Python called into a `ValueError` with its sentence."""
+    """Turn a failed assertion of a graph into a `ValueError` with its sentence."""
     try:
         yield
     except tf.errors.InvalidArgumentError as error:

@@ -142,7 +142,7 @@ class CausalLM(keras.Model):
         return generate(self, token_ids, max_new_tokens, **settings)
 
     def make_cache(self, batch_size, length=None):
-        """An empty cache, one entry a block.
+        """An empty cache, one entry per block.
 
         Args:
             batch_size: B.
@@ -246,10 +246,10 @@ def gpt(
 
 
 def graph_key(model):
-    """What the graphs of a built `CausalLM` depend on, hashable: a graph made under another is stale.
+    """What the graphs of a built `CausalLM` depend on, hashable: with another key a graph is stale.
 
-    It names the layers, all in them that matters in a call, and the variables themselves. A graph keeps
-    its variables alive, so that no other variable gets the `id` of one while the graph is there.
+    The key holds what matters in a call of each layer, and which variables they are. A graph keeps its
+    variables alive, so no other variable gets the `id` of one while the graph exists.
     """
     layers = (model.embedding, *model.blocks, model.final_norm, model.projection)
     return (

@@ -180,7 +180,7 @@ class _Tensors:
         if self._left:
             raise ValueError(
                 "The state dict holds what a GPT-2 has not, and dropping it would change the model. "
-                f"Expected nothing besides GPT-2's tensors. Received: {self._listed(self._left)}. "
+                f"Expected GPT-2's tensors only. Received: {self._listed(self._left)}. "
                 "Leave these out if they do not matter."
             )
 

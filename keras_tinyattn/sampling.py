@@ -217,7 +217,7 @@ def _argmax(logits):
 def _gumbel_noise(seed, position, size):
     """(B, V) float32 from integer arithmetic, which every compiler does alike.
 
-    TensorFlow's own stateless generators draw other floats under XLA than outside it.
+    TensorFlow's own stateless generators give other floats under XLA than outside it.
     """
     row = tf.bitcast(seed, tf.uint32) + np.uint32(0x9E3779B9)
     row = _mix(_mix(row) + tf.bitcast(position, tf.uint32) * np.uint32(0x85EBCA6B))

@@ -1,4 +1,4 @@
-"""What an export says of itself: a model card with answers to check it by, and warm-up requests.
+"""The model card of an export, with answers to check it by, and its warm-up requests.
 
 VERSION/model_card.json                            sizes, versions, file hashes, recorded answers
 VERSION/assets.extra/tf_serving_warmup_requests    what TensorFlow Serving runs before it serves
@@ -75,7 +75,7 @@ def write(folder, model, tokenizer, signatures, about):
 
 
 def _example_requests(model, tokenizer):
-    """A few requests that every export of the kind can answer: (signature, inputs) pairs."""
+    """A few requests that every such export can answer: (signature, inputs) pairs."""
     special = (tokenizer.pad_id, tokenizer.end_id)
     plain = [
         token
@@ -118,7 +118,7 @@ def _example_requests(model, tokenizer):
 
 
 def _is_text(tokenizer, token):
-    """Whether one token decodes to text that encodes to it again, and is no white space."""
+    """Whether one token decodes to text that encodes to it again, and is not white space."""
     text = tokenizer.decode([token])
     return bool(text.strip()) and "\N{REPLACEMENT CHARACTER}" not in text
 
@@ -142,7 +142,7 @@ def _to_json(tensors, largest=None):
 
 
 def _write_warmup(folder, requests):
-    """One record a plain signature; one that names a compiled signature would stop a stock server.
+    """One record per plain signature; one that names a compiled signature would stop a stock server.
 
     A record is a `PredictionLog` of TensorFlow Serving, whose few fields are written here by hand: its
     package of message classes would be a dependency for these lines alone.

@@ -19,15 +19,15 @@ __all__ = ["LoadedModel", "export_saved_model", "load_saved_model"]
 def export_saved_model(model, tokenizer, path, about=None):
     """Write `path/VERSION/`, where VERSION is the next free integer.
 
-    The export is written beside and renamed: a server that watches `path` sees a whole version or none,
-    and a version that exists is never touched.
+    The export is written under another name and then renamed: a server that watches `path` sees a
+    whole version or none, and a version that exists is never touched.
 
     Args:
         model: a built `CausalLM`.
         tokenizer: the tokenizer of its ids, with the same vocabulary size.
         path: the base folder; made unless it exists.
-        about: what the model card should say besides, a dictionary for JSON: the data that the model
-            was trained on, its loss, a licence.
+        about: what else the model card should say, a dictionary for JSON: the data that the model was
+            trained on, its loss, a licence.
 
     Returns:
         The folder of the version, a `pathlib.Path`.
@@ -69,7 +69,7 @@ def load_saved_model(path):
 
 
 class LoadedModel:
-    """An export, loaded: one method a signature, with Python values in and NumPy arrays out.
+    """An export, loaded: one method per signature, with Python values in and NumPy arrays out.
 
     Attributes:
         path: the folder of the version.

@@ -1,6 +1,6 @@
 """The signatures of an export: text in, text out, everything between in the graph.
 
-Every input and output is batch-major, settings too, so that a server can put requests with unlike
+Every input and output is batch-major, settings too, so that a server can put requests with different
 settings into one batch. Every input is required. No output shares a name with an input.
 """
 

@@ -40,8 +40,8 @@ def verify_saved_model(path):
     folder = version_folder(path)
     if not (folder / CARD).is_file():
         raise ValueError(
-            f"The export has nothing to be checked by. Expected {CARD} beside its saved_model.pb. "
-            f"Received: {folder}. Export the model again."
+            "The export cannot be checked without its card. "
+            f"Expected {CARD} next to its saved_model.pb. Received: {folder}. Export the model again."
         )
     checks = []
     for mode in ("xla", "no-xla"):

@@ -185,7 +185,7 @@ def grow_cache(model, cache, length):
         behind = (length - tf.shape(x)) * grows
         return tf.pad(x, tf.stack([tf.zeros_like(behind), behind], axis=1))
 
-    # When all of it is there nobody reads the old one any more, and the new one may be its memory.
+    # Once all of the old cache is computed it is not read again, and the new one may reuse its memory.
     with tf.control_dependencies(tf.nest.flatten(cache)):
         return tf.nest.map_structure(grow, cache, cache_spec(model))
 

@@ -159,8 +159,8 @@ def _goes_on(state, cache_length):
 def _prefill(model, parameters, prompt_ids, prompt_lengths, settings, budget):
     """Fill the cache with the prompts; the newest token of a row is the last of its prompt."""
     rows, slots = tf.shape(prompt_ids)[0], model.sequence_length
-    # Nobody reads these logits, so the compiler drops their computation: the first step makes those of
-    # the last prompt token again, by the same code as all others.
+    # The logits are not used, so the compiler drops them: the first step computes those of the last
+    # prompt token again, by the same code as all other steps.
     _, _, cache = window_graph(model)(parameters, prompt_ids)
     last = prompt_lengths - 1
     return State(

@@ -4,7 +4,7 @@ from keras import initializers, ops
 
 
 def own_draw(initializer, index):
-    """The same distribution with a draw of its own.
+    """The same initializer with another seed.
 
     A Keras initializer object gives the same numbers each time it is called, so that kernels of one
     shape would start as copies of each other.
@@ -13,7 +13,7 @@ def own_draw(initializer, index):
         return initializer
     config = initializer.get_config()
     seed = config.get("seed", "none")
-    # Without a seed there is no draw to repeat, and a seed generator moves on by itself.
+    # Without a seed nothing repeats, and a seed generator advances by itself.
     if not (seed is None or isinstance(seed, int)):
         return initializer
     return type(initializer).from_config({**config, "seed": None if seed is None else seed + index})

@@ -12,7 +12,7 @@ _ATTRIBUTES = {
 
 
 def graph_key(layer):
-    """A hashable that says what a graph of the layer depends on besides its variables.
+    """A hashable that says what a graph of the layer depends on, apart from its variables.
 
     Layers with equal keys and variables of equal shapes may share a graph. A layer
     takes part by a method `graph_key`, which says what matters in its call; of a layer without one

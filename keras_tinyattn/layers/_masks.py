@@ -1,7 +1,7 @@
-"""Masks: which ones are accepted, how they join, and how what they hide stays hidden.
+"""Masks: which are accepted, how they combine, and how what they hide stays hidden.
 
 A weight of zero does not silence a NaN, since 0 * NaN is NaN, neither in an output nor in the gradient
-of a kernel. Inputs that nobody may look at therefore become zeros before they are projected.
+of a kernel. Inputs that are hidden from every query therefore become zeros before they are projected.
 """
 
 from keras import backend, ops

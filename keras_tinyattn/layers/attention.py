@@ -216,9 +216,9 @@ class ScaledSelfAttention(keras.layers.Layer):
         return kernel, ops.reshape(ops.stack(biases), (3, self.num_heads, 1, self.head_dim))
 
     def graph_key(self):
-        """What a graph of the layer depends on besides its variables, hashable."""
-        sizes = (self.head_dim, self.num_heads, self.output_dim)
-        return (*sizes, self.use_bias, self.dropout, self.blockwise)
+        """What a graph of the layer depends on, apart from its variables; hashable."""
+        dims = (self.head_dim, self.num_heads, self.output_dim)
+        return (*dims, self.use_bias, self.dropout, self.blockwise)
 
     # One forward pass, a method a stage.
 

@@ -16,8 +16,8 @@ __all__ = ["CausalSelfAttention"]
 class CausalSelfAttention(ScaledSelfAttention):
     """Self-attention in which a position sees itself and the past only.
 
-    It takes the arguments of `ScaledSelfAttention`, and a cache besides: the keys and values of
-    the tokens before, so that a step computes its own tokens only.
+    It takes the arguments of `ScaledSelfAttention`. In a call it also takes a cache, the keys and
+    values of the tokens before, so that a step computes its own tokens only.
 
     Call arguments:
         inputs: `(B, T, D)`: a window, or the tokens of a step.
@@ -26,10 +26,10 @@ class CausalSelfAttention(ScaledSelfAttention):
         cache: a pair of `(B, H, S, K)`, keys and values, as `make_cache` makes it.
         positions: which tokens a cache gets. `None` reads a window that begins at position 0 and keeps
             its keys and values in the first T slots. `(T,)` or `(B, T)` integers make a step: each
-            token stands at its position, goes into that slot, and sees the slots up to it. Each row
-            has its own position, so prompts of unequal length share a batch: padded on the right, a
-            slot of padding is unseen until the token that belongs there is written. Or the `Step`
-            that a `CausalLM` made of positions, for all of its blocks.
+            token is written into the slot of its position and sees the slots up to it. Each row has
+            its own position, so prompts of unequal length share a batch: padded on the right, a slot
+            of padding is not seen until the token that belongs there is written. Or the `Step` that a
+            `CausalLM` made from positions for all of its blocks.
         precomputed: what `precompute` returned; computed in the call unless given.
         return_attention_scores: whether to return the weights as well.
         training: whether dropout is on.

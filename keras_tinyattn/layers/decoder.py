@@ -181,7 +181,7 @@ class DecoderBlock(keras.layers.Layer):
         return self.attention.precompute()
 
     def graph_key(self):
-        """What a graph of the block depends on besides its variables, hashable."""
+        """What a graph of the block depends on, apart from its variables; hashable."""
         layers = (
             *(self.attention_norm, self.attention, self.residual_dropout),
             *(self.mlp_norm, self.mlp_expand, self.mlp_contract),

@@ -1,4 +1,4 @@
-"""Token ids to vectors that know which token they are and where it stands."""
+"""Token ids to vectors that say which token it is and at which position."""
 
 import keras
 from keras import backend, constraints, initializers, ops, regularizers
@@ -12,7 +12,7 @@ __all__ = ["TokenAndPositionEmbedding"]
 class TokenAndPositionEmbedding(keras.layers.Layer):
     """A learned vector for each token plus a learned vector for each position.
 
-    Attention by itself does not know in which order its inputs stand; the position vector tells it.
+    Attention alone does not see the order of its inputs; the position vector tells it.
 
     Args:
         vocabulary_size: V, the number of token ids; ids run from 0 to V - 1.
@@ -116,7 +116,7 @@ class TokenAndPositionEmbedding(keras.layers.Layer):
         return ops.where(ops.expand_dims(there, -1), rows, float("nan"))
 
     def graph_key(self):
-        """What a graph of the layer depends on besides its variables, hashable."""
+        """What a graph of the layer depends on, apart from its variables; hashable."""
         return (self.vocabulary_size, self.sequence_length, self.hidden_dim)
 
     def get_config(self):

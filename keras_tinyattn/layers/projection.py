@@ -11,18 +11,18 @@ __all__ = ["VocabProjection"]
 
 @keras.saving.register_keras_serializable(package="keras_tinyattn")
 class VocabProjection(keras.layers.Layer):
-    """Hidden states to one score a vocabulary entry: the logits of the next token.
+    """Hidden states to one score per vocabulary entry: the logits of the next token.
 
     Args:
         vocabulary_size: V.
         use_bias: whether to add a bias.
         tied: whether the kernel is the transposed token table of an embedding, which `tie` names,
             instead of a variable of its own. `CausalLM` calls `tie` by itself.
-        kernel_initializer: initializer of an own kernel.
+        kernel_initializer: initializer of the kernel, if not tied.
         bias_initializer: initializer of the bias.
-        kernel_regularizer: regularizer of an own kernel.
+        kernel_regularizer: regularizer of the kernel, if not tied.
         bias_regularizer: regularizer of the bias.
-        kernel_constraint: constraint of an own kernel.
+        kernel_constraint: constraint of the kernel, if not tied.
         bias_constraint: constraint of the bias.
 
     Call arguments:
@@ -145,7 +145,7 @@ class VocabProjection(keras.layers.Layer):
             )
 
     def graph_key(self):
-        """What a graph of the layer depends on besides its variables, hashable."""
+        """What a graph of the layer depends on, apart from its variables; hashable."""
         return (self.vocabulary_size, self.use_bias, self.tied)
 
     def get_config(self):
