@@ -26,7 +26,7 @@ class CausalLM(keras.Model):
 
     Call arguments:
         token_ids: `(B, T)` integers, T at most `sequence_length`.
-        cache: what `make_cache` makes, one entry a block. Without positions a window is read into it.
+        cache: what `make_cache` makes, one entry per block. Without positions a window is read into it.
         positions: `(T,)` or `(B, T)` integers, where the tokens of a cached step stand.
         return_attention_scores: whether to return the weights as well.
         training: whether dropout is on.
@@ -35,7 +35,7 @@ class CausalLM(keras.Model):
 
     Returns:
         `logits`, `(B, T, V)` float32: row t scores the token at t + 1; then, if
-        `return_attention_scores`, the weights, a tuple of `(B, H, T, S)`, one a block; then the new
+        `return_attention_scores`, the weights, a tuple of `(B, H, T, S)`, one per block; then the new
         cache if one was given.
 
     Raises:

@@ -48,7 +48,7 @@ class Parameters(NamedTuple):
     """What a model computes with, read once for a whole loop."""
 
     variables: Any  # the value of each of `model.variables`
-    precomputed: Any  # one entry a block: what its `precompute` made, or ()
+    precomputed: Any  # one entry per block: what its `precompute` made, or ()
 
 
 def read_parameters(model):
@@ -121,7 +121,7 @@ def _forward(model, parameters, token_ids, positions, cache, return_attention_sc
 
 
 def _sharing_blocks(model, parameters):
-    """One function a block, to call in its place; blocks with one key are one function in the graph.
+    """One function per block, to call in its place; blocks with one key are one function in the graph.
 
     A block whose class has no `graph_key` of its own is called as it is: nothing is known of it.
     """

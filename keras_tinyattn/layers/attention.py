@@ -220,7 +220,7 @@ class ScaledSelfAttention(keras.layers.Layer):
         dims = (self.head_dim, self.num_heads, self.output_dim)
         return (*dims, self.use_bias, self.dropout, self.blockwise)
 
-    # One forward pass, a method a stage.
+    # One forward pass, one method per stage.
 
     def _attend_window(
         self, inputs, mask, attention_mask, return_attention_scores, training, precomputed=None
@@ -253,7 +253,7 @@ class ScaledSelfAttention(keras.layers.Layer):
         # As one matrix: a product of three axes costs a plain graph a dozen operations on shapes.
         projected = ops.matmul(ops.reshape(inputs, (-1, width)), kernel)
         if inputs.shape[1] == 1:
-            # One token a row: moving an axis of size 1 moves nothing. TensorFlow would fuse a bias that
+            # One token per row: moving an axis of size 1 moves nothing. TensorFlow would fuse a bias that
             # follows the product at once, into a slower kernel.
             projected = ops.reshape(projected, (batch, 3, self.num_heads, 1, self.head_dim))
             return ops.unstack(projected + bias[0] if bias else projected, axis=1)

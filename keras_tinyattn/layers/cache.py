@@ -94,7 +94,7 @@ def make_step(positions, cache):
 
 
 def make_steps(positions, cache):
-    """One `Step` an entry of a model's cache; entries of one shape share it.
+    """One `Step` per entry of a model's cache; entries of one shape share it.
 
     Entries of another class than `KeyValueCache` get the positions as they are.
     """

@@ -121,7 +121,7 @@ class VocabProjection(keras.layers.Layer):
             self._check_tie(inputs.shape[-1])
             table = ops.cast(self._tied_embedding().token_embeddings, self.compute_dtype)
             if len(inputs.shape) > 2 and inputs.shape[-2] == 1:
-                # One token a row: the other way round no compiler copies the table, transposed.
+                # One token per row: the other way round no compiler copies the table, transposed.
                 logits = ops.transpose(ops.matmul(table, ops.transpose(tokens)))
             else:
                 logits = ops.matmul(tokens, ops.transpose(table))
