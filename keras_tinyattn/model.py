@@ -3,7 +3,7 @@
 import keras
 
 from keras_tinyattn.layers import DecoderBlock, TokenAndPositionEmbedding, VocabProjection
-from keras_tinyattn.layers._graph_key import graph_key as key_of_layer
+from keras_tinyattn.layers._graph_key import graph_key
 from keras_tinyattn.layers.cache import make_steps
 
 __all__ = ["CausalLM", "gpt"]
@@ -151,6 +151,18 @@ class CausalLM(keras.Model):
         length = self.sequence_length if length is None else length
         return tuple(block.make_cache(batch_size, length) for block in self.blocks)
 
+    def graph_key(self):
+        """What the graphs of the built model depend on, hashable: with another key a graph is stale.
+
+        The key holds what matters in a call of each layer, and which variables they are. A graph keeps
+        its variables alive, so no other variable gets the `id` of one while the graph exists.
+        """
+        layers = (self.embedding, *self.blocks, self.final_norm, self.projection)
+        return (
+            *(None if layer is None else graph_key(layer) for layer in layers),
+            *((id(variable), variable.trainable) for variable in self.variables),
+        )
+
     def get_config(self):
         serialize = keras.saving.serialize_keras_object
         return {
@@ -242,20 +254,6 @@ def gpt(
         ),
         final_norm=keras.layers.LayerNormalization(epsilon=1e-5, name="final_norm"),
         **kwargs,
-    )
-
-
-def graph_key(model):
-    """What the graphs of a built `CausalLM` depend on, hashable: with another key a graph is stale.
-
-    The key holds what matters in a call of each layer, and which variables they are. A graph keeps its
-    variables alive, so no other variable gets the `id` of one while the graph exists.
-    """
-    layers = (model.embedding, *model.blocks, model.final_norm, model.projection)
-    return (
-        type(model),
-        *(None if layer is None else key_of_layer(layer) for layer in layers),
-        *((id(variable), variable.trainable) for variable in model.variables),
     )
 
 

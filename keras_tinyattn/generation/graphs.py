@@ -10,11 +10,9 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_tinyattn.layers._graph_key import declares_graph_key
-from keras_tinyattn.layers._graph_key import graph_key as key_of_layer
+from keras_tinyattn.layers._graph_key import declares_graph_key, graph_key
 from keras_tinyattn.layers._window import BLOCKWISE_FROM
 from keras_tinyattn.layers.cache import as_in_place
-from keras_tinyattn.model import graph_key
 
 _graphs = weakref.WeakKeyDictionary()
 
@@ -31,7 +29,7 @@ def graph(model, name, function, signature, **options):
         signature: the tensor specs of its arguments behind the model.
         **options: of `tf.function`.
     """
-    key = graph_key(model)
+    key = model.graph_key()
     kept_under, graphs = _graphs.get(model, (None, {}))
     if kept_under != key:
         graphs = {}
@@ -146,7 +144,7 @@ def _sharing_blocks(model, parameters):
                         **options,
                     )
 
-            key = (key_of_layer(block), *((v.shape, v.dtype) for v in block.variables))
+            key = (graph_key(block), *((v.shape, v.dtype) for v in block.variables))
             if key not in functions:
                 functions[key] = tf.function(
                     run,

@@ -2,7 +2,6 @@
 
 import tensorflow as tf
 
-from keras_tinyattn.model import graph_key
 from keras_tinyattn.training.optimizer import steps_taken
 from keras_tinyattn.training.windows import training_batches
 
@@ -192,7 +191,7 @@ def never_stale(model, make):
 
     def call(*args, **kwargs):
         nonlocal key, function
-        if key != (current := graph_key(model)):
+        if key != (current := model.graph_key()):
             key, function = current, make()
         return function(*args, **kwargs)
 
