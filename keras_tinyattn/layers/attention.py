@@ -253,8 +253,8 @@ class ScaledSelfAttention(keras.layers.Layer):
         # As one matrix: a product of three axes costs a plain graph a dozen operations on shapes.
         projected = ops.matmul(ops.reshape(inputs, (-1, width)), kernel)
         if inputs.shape[1] == 1:
-            # One token per row: moving an axis of size 1 moves nothing. TensorFlow would fuse a bias that
-            # follows the product at once, into a slower kernel.
+            # One token per row: an axis of size 1 need not move. A bias that follows the product
+            # directly would be fused into it by TensorFlow, and that kernel is slower.
             projected = ops.reshape(projected, (batch, 3, self.num_heads, 1, self.head_dim))
             return ops.unstack(projected + bias[0] if bias else projected, axis=1)
         if bias:
