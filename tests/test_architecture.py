@@ -1,8 +1,10 @@
-"""What importing the package brings in, and on which backends the layers run."""
+"""The house: one direction of imports, what importing brings in, and a place for each thing."""
 
+import ast
+import graphlib
 import importlib
-import importlib.util
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -10,21 +12,168 @@ import pytest
 
 import keras_tinyattn
 
+ROOT = pathlib.Path(__file__).parents[1]
+PACKAGE = ROOT / "keras_tinyattn"
+FILES = sorted(PACKAGE.rglob("*.py"))
+LESSONS = sorted((ROOT / "scripts").glob("lesson_*.py"))
 
-def _python(*arguments, **environment):
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+# From the first module that a prompt meets to the last; `blockwise` has no public name.
+ORDER = ["functional", "blockwise", *list(keras_tinyattn._MODULES)[1:]]
+# The package itself, its commands, and two helpers that import nothing of ours.
+BESIDE = {"", "__main__", "_boundary", "version"}
+# A method that generates belongs to the model, and its loop below it.
+UPWARD = {("model", "CausalLM.generate", "generation")}
+NEEDS_TENSORFLOW = {"_boundary", "tokenizer", "training", "sampling", "generation", "export"}
+# A loop that keeps one iteration in memory, and a write in place: Keras has neither.
+BORROWS_TENSORFLOW = {
+    ("blockwise", "_while_loop"),
+    ("layers.cache", "InPlaceCache._scatter"),
+}
+LONG_FILES = {
+    "layers/attention.py": "a layer of 18 arguments, with the docstring and configuration of each",
+    "export/signatures.py": "a method for each signature, which share their helpers",
+}
 
 
-def _run(program, *arguments, **environment):
-    result = _python("-c", program, *arguments, **environment)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+def _name(path):
+    """`layers.cache` for keras_tinyattn/layers/cache.py, and `layers` for its `__init__.py`."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imports(path):
+    """Pairs: a module that the file imports, and the function that does, `""` at module level."""
+
+    def visit(node, scope, within):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield from visit(child, [*scope, child.name], ".".join([*scope, child.name]))
+            elif isinstance(child, ast.ClassDef):
+                yield from visit(child, [*scope, child.name], within)
+            elif isinstance(child, ast.Import):
+                yield from ((alias.name, within) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                assert child.level == 0, f"a relative import in {path}"
+                # `from package import module` imports the module.
+                yield from ((f"{child.module}.{alias.name}", within) for alias in child.names)
+            else:
+                yield from visit(child, scope, within)
+
+    yield from visit(ast.parse(path.read_text(encoding="utf-8")), [], "")
+
+
+def _ours(imported):
+    """The module of this package that an import names, or None."""
+    if not imported.startswith("keras_tinyattn."):
+        return None
+    name = imported.removeprefix("keras_tinyattn.")
+    while name not in MODULES:
+        name = name.rpartition(".")[0]
+    assert name, f"{imported} is in no module: import it from the one that defines it"
+    return name
+
+
+MODULES = {_name(path): path for path in FILES}
+IMPORTS = {name: list(_imports(path)) for name, path in MODULES.items()}
+
+
+def test_a_module_imports_only_from_the_modules_above_it():
+    upward = set()
+    for name, imports in IMPORTS.items():
+        module = name.split(".")[0]
+        for imported, function in imports:
+            other = (_ours(imported) or "").split(".")[0]
+            if other == "_boundary":
+                assert module in NEEDS_TENSORFLOW, name
+            elif module in ORDER and other in ORDER and ORDER.index(other) > ORDER.index(module):
+                upward.add((name, function, other))
+    assert upward == UPWARD
+    assert {name.split(".")[0] for name in MODULES} == {*ORDER, *BESIDE}
+    for name in ("_boundary", "version"):
+        assert not any(_ours(imported) for imported, _ in IMPORTS[name]), name
+
+
+def test_no_two_files_import_each_other():
+    graph = {
+        name: {_ours(imported) for imported, function in imports if not function} - {None, ""}
+        for name, imports in IMPORTS.items()
+    }
+    assert len(list(graphlib.TopologicalSorter(graph).static_order())) == len(FILES)
+
+
+def test_tensorflow_is_imported_where_it_is_needed_and_nowhere_else():
+    places = {
+        (name, function)
+        for name, imports in IMPORTS.items()
+        for imported, function in imports
+        if imported.split(".")[0] == "tensorflow"
+    }
+    assert {name.split(".")[0] for name, function in places if not function} == NEEDS_TENSORFLOW
+    assert {place for place in places if place[1]} == BORROWS_TENSORFLOW
+
+
+def test_what_only_pictures_and_commands_need_is_imported_when_they_run():
+    for library, module in (("matplotlib", "plotting"), ("rich", "__main__")):
+        places = [
+            (name, function)
+            for name, imports in IMPORTS.items()
+            for imported, function in imports
+            if imported.split(".")[0] == library
+        ]
+        assert places, library
+        assert all(name.split(".")[0] == module and function for name, function in places), places
+
+
+def test_nothing_in_the_package_is_ambient():
+    for name, path in MODULES.items():
+        imported = {imported.split(".")[0] for imported, _ in IMPORTS[name]}
+        assert not imported & {"contextvars", "threading"}, name
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        assert not any(isinstance(node, ast.Global) for node in nodes), name
+
+
+def _length(path):
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def test_no_file_of_the_package_is_longer_than_300_lines_but_the_named_ones():
+    long = {path.relative_to(PACKAGE).as_posix() for path in FILES if _length(path) > 300}
+    assert long == set(LONG_FILES)
+
+
+def test_each_module_and_each_lesson_has_its_tests():
+    tests = {path.stem for path in (ROOT / "tests").glob("test_*.py")}
+    layers = [name.replace(".", "_") for name, _ in _public_layers()]
+    for module in [*ORDER, *layers]:
+        module = {"gpt2": "pretrained"}.get(module, module)
+        assert f"test_{module}" in tests, module
+    for path in LESSONS:
+        assert f"test_{path.stem[: len('lesson_00')]}" in tests, path
+
+
+def _public_layers():
+    for name in keras_tinyattn.layers.__all__:
+        found = getattr(keras_tinyattn, name)
+        yield found.__module__.removeprefix("keras_tinyattn."), found
+
+
+# Lessons.
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
+def test_a_lesson_is_short_defines_no_class_and_uses_public_names_only(path):
+    assert _length(path) <= 300
+    for imported, _ in _imports(path):
+        module, _, name = imported.rpartition(".")
+        if module.split(".")[0] == "keras_tinyattn":
+            assert name in importlib.import_module(module).__all__, imported
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        assert not isinstance(node, ast.ClassDef), node.name
+        if isinstance(node, ast.Attribute) and node.attr not in ("_make", "_replace", "_asdict"):
+            assert not node.attr.startswith("_"), ast.unparse(node)
+
+
+# What an import brings in.
 
 
 def test_every_name_is_there_and_listed():
@@ -50,6 +199,16 @@ def test_an_unknown_name_is_an_attribute_error_and_an_import_error():
         exec("from keras_tinyattn import CasualLM")
 
 
+def _python(*arguments):
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
 def test_the_package_alone_loads_a_model_from_a_file_and_brings_in_no_plotting_and_no_server(tmp_path):
     model = keras_tinyattn.gpt(11, sequence_length=5, hidden_dim=6, num_heads=3, num_layers=1)
     model.build((None, 5))
@@ -61,11 +220,14 @@ def test_the_package_alone_loads_a_model_from_a_file_and_brings_in_no_plotting_a
         "sys.modules['matplotlib'] = None; import keras_tinyattn.plotting\n"
         "keras.saving.load_model(sys.argv[1]); print(*loaded)"
     )
-    loaded = _run(program, tmp_path / "model.keras").split()
+    result = _python("-c", program, tmp_path / "model.keras")
+    assert result.returncode == 0, result.stderr
+    loaded = set(result.stdout.split())
     assert "keras_tinyattn.layers" in loaded
-    foreign = [name for name in loaded if name.split(".")[0] != "keras_tinyattn"]
-    assert not [name for name in foreign if name.split(".")[0] in ("matplotlib", "ray", "http")]
     assert "keras_tinyattn.tokenizer" not in loaded
+    # Nothing from outside but what Python itself has, and of that no server.
+    foreign = {name.split(".")[0] for name in loaded} - {"keras_tinyattn"}
+    assert foreign <= set(sys.stdlib_module_names) - {"http", "socketserver", "wsgiref", "xmlrpc"}
 
 
 @pytest.mark.parametrize("command", [(), ("verify",)])
@@ -83,57 +245,3 @@ def test_a_command_writes_nothing_to_standard_error_but_its_own_sentence(tmp_pat
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith("keras_tinyattn verify: error: There is no export to load.")
     assert result.stderr.count("\n") == 1
-
-
-ON_JAX = """
-import sys
-import numpy as np
-import keras_tinyattn.functional, keras_tinyattn.layers, keras_tinyattn
-assert not [name for name in sys.modules if name.split(".")[0] == "tensorflow"]
-import jax, keras
-from keras_tinyattn import *
-
-assert keras.backend.backend() == "jax"
-random = np.random.default_rng(0)
-x = random.normal(size=(2, 11, 6)).astype("float32")
-mask = np.arange(11) < np.array([[7], [11]])
-
-# Blockwise against dense: output, and gradients of weights and inputs, jitted.
-def run(layer):
-    layer.build(x.shape)
-    for seed, variable in enumerate(layer.trainable_variables):
-        variable.assign(np.random.default_rng(seed).normal(size=variable.shape))
-    def loss(weights, x):
-        output, _ = layer.stateless_call(weights, [], x, mask=mask)
-        return (output**2).mean(), output
-    weights = [variable.value for variable in layer.trainable_variables]
-    (_, output), gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(weights, x)
-    return [output, *jax.tree_util.tree_leaves(gradients)]
-
-blocks = functional.blockwise_attention
-functional.blockwise_attention = lambda *args, **kwargs: blocks(*args, **kwargs, block_size=4)
-for cls in (ScaledSelfAttention, CausalSelfAttention):
-    arguments = {"head_dim": 4, "num_heads": 3, "output_dim": 6, "use_bias": True}
-    blockwise, dense = (run(cls(**arguments, blockwise=choice)) for choice in (True, False))
-    for ours, theirs in zip(blockwise, dense):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
-
-# The whole model: cached steps against the window, dropout, NaN for a bad id, fit.
-model = gpt(13, sequence_length=11, hidden_dim=6, num_heads=3, num_layers=2, dropout=0.1)
-ids = random.integers(0, 13, (2, 5))
-window = model(ids)
-cache = model.make_cache(2)
-for t in range(5):
-    logits, cache = model(ids[:, t : t + 1], cache=cache, positions=np.array([t]))
-    np.testing.assert_allclose(logits[:, 0], window[:, t], rtol=1e-4, atol=1e-5)
-assert np.all(np.isnan(model.embedding(np.array([[13, -1]]))))
-model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-losses = model.fit(ids, ids, epochs=5, verbose=0).history["loss"]
-assert losses[-1] < losses[0]
-print("ran on", keras.backend.backend())
-"""
-
-
-@pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="JAX is not installed")
-def test_functions_and_layers_run_on_jax_and_do_not_import_tensorflow():
-    assert "ran on jax" in _run(ON_JAX, KERAS_BACKEND="jax")
