@@ -37,8 +37,8 @@ def test_every_file_that_the_readme_names_is_there():
 
 
 def test_the_tree_has_every_module_in_the_order_of_the_package():
-    (tree,) = _blocks("")
-    package = tree.partition("scripts/")[0].splitlines()[1:]
+    tree = TEXT.partition("```\nkeras_tinyattn/\n")[2]
+    package = tree.partition("scripts/")[0].splitlines()
     listed = [line.split()[0].removesuffix("/").removesuffix(".py") for line in package]
     assert listed == list(keras_tinyattn._MODULES)
 
