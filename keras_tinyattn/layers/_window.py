@@ -107,7 +107,7 @@ def _attend_by_strips(queries, keys, values, dropout):
     strip = max(LEAST_STRIP, -(-length // MOST_STRIPS))
     starts = range(0, length, strip)
     # Split and joined, not sliced: the gradient of a slice fills up what it left with zeros.
-    parts = [ops.split(x, starts[1:], axis=2) for x in (queries, keys, values)]
+    parts = [ops.split(x, list(starts[1:]), axis=2) for x in (queries, keys, values)]
     attended = []
     for index, start in enumerate(starts):
         seen = [ops.concatenate(part[: index + 1], axis=2) for part in parts[1:]]
