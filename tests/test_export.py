@@ -16,7 +16,11 @@ import tensorflow as tf
 
 from keras_tinyattn import (
     ByteTokenizer,
+    CausalLM,
     CharTokenizer,
+    DecoderBlock,
+    TokenAndPositionEmbedding,
+    VocabProjection,
     causal_lm_from_gpt2,
     export_saved_model,
     generate,
@@ -24,10 +28,13 @@ from keras_tinyattn import (
     load_saved_model,
     next_token_loss,
     signature_operations,
+    stream,
     verify_saved_model,
 )
 from keras_tinyattn.__main__ import main as command
 from keras_tinyattn.export import _check_alone
+from keras_tinyattn.generation import graphs
+from keras_tinyattn.layers import _window
 
 COMMITTED = pathlib.Path(__file__).parents[1] / "saved_models" / "lesson_15"
 SETTINGS = {
@@ -469,6 +476,8 @@ def test_verify_passes_an_export_and_says_so(lesson_path, capsys, monkeypatch):
     for row in ("generate_xla", "generate_xla, in a session", "generate, in a session, XLA disabled"):
         assert f"{row} " in printed
     assert "generate, XLA disabled" in printed
+    for where in ("", ", XLA disabled", ", in a session", ", in a session, XLA disabled"):
+        assert f"prefill, step and sample{where} " in printed
 
 
 def test_verify_fails_a_changed_answer_a_changed_file_and_a_compiled_operation(lesson_path):
@@ -493,7 +502,8 @@ def test_verify_runs_a_signature_in_a_session_and_an_error_there_is_a_failed_row
 
     def row(text, expected):
         signature = loaded.signature_def["score"]
-        return _check_alone.check_in_session("score", session, signature, {"text": text}, expected)
+        inputs = (session, signature, {"text": text})
+        return _check_alone.check("score", expected, _check_alone.run_in_session, *inputs)
 
     text = _check_alone.from_json(answer["inputs"]["text"])
     assert row(text, answer["outputs"])[2]
@@ -506,6 +516,72 @@ def test_verify_runs_a_signature_in_a_session_and_an_error_there_is_a_failed_row
     assert "There is nothing to read." in seen
     assert "\n" not in seen
     session.close()
+
+
+@pytest.mark.parametrize("wrong", [None, "position", "cache", "new_logprobs"])
+def test_verify_walks_by_prefill_step_and_sample(byte_path, byte_loaded, wrong):
+    card = json.loads((byte_path / "model_card.json").read_text(encoding="utf-8"))
+    answer = next(answer for answer in card["answers"] if answer["signature"] == "generate_ids")
+    expected = _check_alone.first_new_tokens(answer)
+    assert len(expected["token_id"]["value"]) == 3
+    inputs = {name: _check_alone.from_json(part) for name, part in answer["inputs"].items()}
+
+    def call(name, inputs):
+        if wrong == "position" and name == "step":
+            inputs = {**inputs, "position": inputs["position"] + 1}
+        if wrong == "cache" and name == "step":
+            inputs = {**inputs, "values_0": inputs["keys_0"]}
+        return byte_loaded.signatures[name](**inputs)
+
+    if wrong == "new_logprobs":
+        expected["logprob"]["value"][2] += 0.01
+    assert _check_alone.check("walk", expected, _check_alone.walk, call, inputs, 3)[2] == (
+        wrong is None
+    )
+
+
+def test_what_goes_by_blocks_is_exported_alike_compiled_and_in_a_session(tmp_path, monkeypatch):
+    # Windows of 16 tokens or more; a length that a graph does not know decides when it runs.
+    for module in (_window, graphs):
+        monkeypatch.setattr(module, "BLOCKWISE_FROM", 16)
+    model = CausalLM(
+        TokenAndPositionEmbedding(256, 24, 8),
+        [DecoderBlock(8, 2), DecoderBlock(8, 2, blockwise=True)],
+        VocabProjection(256, tied=True),
+    )
+    model.build((None, 24))
+    for variable in model.weights:
+        variable.assign(variable * 2)
+    # A graph that was made before the export.
+    assert len(list(stream(model, [1, 2], 2))) == 2
+    path = export_saved_model(model, ByteTokenizer(), tmp_path)
+    session = tf.compat.v1.Session(graph=tf.Graph())
+    definitions = tf.compat.v1.saved_model.load(session, ["serve"], str(path)).signature_def
+    loaded = load_saved_model(path)
+    texts = [b"seventeen letters", b"four"]
+    inputs = {"prompt": tf.constant(texts), "stop": tf.constant(["", ""])}
+    inputs.update(settings(2, max_new_tokens=4, temperature=[0.0, 1.0]))
+    expected = generate(model, [list(text) for text in texts], 4, temperature=[0, 1], jit_compile=False)
+    for row, text in enumerate(texts):
+        ids = expected.token_ids[row, : expected.lengths[row]]
+        logits, _ = model(ids[None], cache=model.make_cache(1))
+        logprobs = tf.nn.log_softmax(logits[0, len(text) - 1 : -1])
+        logprobs = logprobs.numpy()[np.arange(4), ids[len(text) :]]
+        assert expected.new_logprobs[row] == pytest.approx(logprobs, abs=1e-4)
+    assert expected.new_logprobs.max() < -0.01  # Where all were certain, nothing would differ.
+    for name in ("generate", "generate_xla"):
+        for outputs in (
+            loaded.signatures[name](**inputs),
+            _check_alone.run_in_session(session, definitions[name], inputs),
+        ):
+            assert np.array_equal(outputs["token_ids"], expected.token_ids), name
+            assert np.array(outputs["new_logprobs"]) == pytest.approx(
+                expected.new_logprobs, abs=1e-4
+            ), name
+    session.close()
+    model.blocks[1].attention.blockwise = False
+    _, weights = model(np.array([list(b"four")]), return_attention_scores=True)
+    assert loaded.attention("four")["weights"][0] == pytest.approx(np.concatenate(weights), abs=1e-5)
 
 
 def test_the_operations_of_a_signature_are_counted_through_the_functions_it_calls(tmp_path):

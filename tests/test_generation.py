@@ -301,6 +301,45 @@ def test_blocks_that_are_not_alike_are_not_taken_for_each_other(jit_compile):
         assert logprobs.argmax(-1)[len(prompt) - 1 : -1].tolist() == ids[len(prompt) :].tolist()
 
 
+class Least(keras.layers.Layer):
+    """A block that knows no more than the protocol of `CausalLM`."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.attention = CausalSelfAttention(width)
+
+    def build(self, input_shape):
+        self.attention.build(input_shape)
+
+    def call(self, x, cache=None, positions=None, training=None):
+        if cache is None:
+            return self.attention(x)
+        return self.attention(x, cache=cache, positions=positions)
+
+    def make_cache(self, batch_size, length):
+        return self.attention.make_cache(batch_size, length)
+
+
+def check_against_windows(model, result, prompt_length):
+    """Each new token is the likeliest, with the log-probability that a window without a cache tells."""
+    ids = result.token_ids
+    logprobs = tf.nn.log_softmax(model(ids[None])[0, prompt_length - 1 : -1]).numpy()
+    new = ids[prompt_length:]
+    assert logprobs.argmax(-1).tolist() == new.tolist()
+    expected = logprobs[np.arange(len(new)), new]
+    assert result.new_logprobs == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: Least(12), lambda: DecoderBlock(12, 3, blockwise=True)], ids=["least", "blockwise"]
+)
+def test_a_block_need_not_return_weights_to_generate(make):
+    model = CausalLM(TokenAndPositionEmbedding(V, LENGTH, 12), [make(), make()], VocabProjection(V))
+    model.build((None, LENGTH))
+    check_against_windows(model, model.generate([1, 2, 3], 6, jit_compile=False), 3)
+    assert len(list(stream(model, [1, 2, 3], 6))) == 6
+
+
 class Stretched(keras.layers.Layer):
     """A layer of somebody's own, with a state that no configuration tells."""
 

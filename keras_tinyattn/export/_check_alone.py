@@ -35,16 +35,24 @@ def main(folder, mode):
     session = tf.compat.v1.Session(graph=tf.Graph())
     definitions = tf.compat.v1.saved_model.load(session, ["serve"], str(folder)).signature_def
     suffix = "" if mode == "xla" else ", XLA disabled"
+    callers = {
+        "": lambda name, inputs: loaded.signatures[name](**inputs),
+        ", in a session": lambda name, inputs: run_in_session(session, definitions[name], inputs),
+    }
     for answer in card["answers"]:
         inputs = {key: from_json(part) for key, part in answer["inputs"].items()}
         names = [answer["signature"]]
         if mode == "xla" and names == ["generate"]:
             names.append("generate_xla")
-        for name in names:
-            outputs = loaded.signatures[name](**inputs)
-            rows.append(compare(f"{name}{suffix}", outputs, answer["outputs"]))
-            label = f"{name}, in a session{suffix}"
-            rows.append(check_in_session(label, session, definitions[name], inputs, answer["outputs"]))
+        for where, call in callers.items():
+            for name in names:
+                rows.append(check(name + where + suffix, answer["outputs"], call, name, inputs))
+            if names == ["generate_ids"]:
+                label = f"prefill, step and sample{where}{suffix}"
+                expected = first_new_tokens(answer)
+                rows.append(
+                    check(label, expected, walk, call, inputs, len(expected["token_id"]["value"]))
+                )
     return rows
 
 
@@ -78,13 +86,47 @@ def check_operations(folder):
         yield [f"operations of {name}", seen, not problems]
 
 
-def check_in_session(label, session, signature, inputs, expected):
+def run_in_session(session, signature, inputs):
     """Run a signature as TensorFlow Serving does, where graphs are rewritten in other ways."""
+    return session.run(
+        {name: tensor.name for name, tensor in signature.outputs.items()},
+        {signature.inputs[name].name: np.asarray(value) for name, value in inputs.items()},
+    )
+
+
+def walk(call, inputs, count):
+    """The first new tokens of the first row, as a client gets them that calls each step itself."""
+    row = {name: value[:1] for name, value in inputs.items()}
+    settings = {name: row[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
+    prompt = {name: row.pop(name) for name in ("prompt_ids", "prompt_length")}
+    position, tokens, logprobs = int(prompt["prompt_length"][0]), [], []
+    outputs = call("prefill", prompt)
+    for index in range(count):
+        place = {"position": tf.constant([position + index])}
+        sampled = call("sample", {"logits": outputs["logits"], **place, **settings})
+        tokens.append(sampled["token_id"][0])
+        logprobs.append(sampled["logprob"][0])
+        cache = {name[4:]: part for name, part in outputs.items() if name.startswith("new_")}
+        outputs = call("step", {"token_id": sampled["token_id"], **place, **cache})
+    return {"token_id": tokens, "logprob": logprobs}
+
+
+def first_new_tokens(answer):
+    """What `walk` gives, from a recorded answer of `generate_ids`."""
+    [first, *_] = answer["inputs"]["prompt_length"]["value"]
+    last, ids, logprobs = (
+        answer["outputs"][name]["value"][0] for name in ("length", "token_ids", "new_logprobs")
+    )
+    return {
+        "token_id": {"dtype": "int32", "value": ids[first:last]},
+        "logprob": {"dtype": "float32", "value": logprobs[: last - first]},
+    }
+
+
+def check(label, expected, function, *inputs):
+    """Compare what a function returns; an error is a failed row."""
     try:
-        outputs = session.run(
-            {name: tensor.name for name, tensor in signature.outputs.items()},
-            {signature.inputs[name].name: value.numpy() for name, value in inputs.items()},
-        )
+        outputs = function(*inputs)
     except Exception as error:
         reason = str(error).removeprefix("Graph execution error:").strip().partition("\n")[0]
         return [label, f"{type(error).__name__}: {reason}", False]

@@ -25,8 +25,9 @@ def verify_saved_model(path):
     """Load an export in fresh processes, with and without XLA, and compare it with its model card.
 
     Checked are the hashes of its files; the answers of every recorded signature; `generate_xla` against
-    the plain `generate`; the plain signatures with XLA disabled, as on a stock TensorFlow Serving; and
-    that no plain signature reaches an operation outside core TensorFlow or a compiled function.
+    the plain `generate`; `prefill`, `step` and `sample`, called by turns, against `generate_ids`; the
+    plain signatures with XLA disabled, as on a stock TensorFlow Serving; and that no plain signature
+    reaches an operation outside core TensorFlow or a compiled function.
 
     Args:
         path: the base folder (its newest version is checked) or the folder of a version.

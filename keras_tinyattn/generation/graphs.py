@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from keras_tinyattn.layers import CausalSelfAttention, DecoderBlock
 from keras_tinyattn.layers._graph_key import declares_graph_key, graph_key
 from keras_tinyattn.layers._window import BLOCKWISE_FROM
 from keras_tinyattn.layers.cache import as_in_place
@@ -69,25 +70,46 @@ def parameters_spec(model):
     return _specs(_parameters_graph(model).structured_outputs)
 
 
-def window_graph(model, attention_scores=False):
+def window_graph(model, attention_scores=False, compiled=False):
     """The forward pass of windows: one copy in a graph.
 
     It takes `Parameters` and ids (B, T), padded on the right, and returns logits (B, T, V), the weights
     of each block (or (), where they were not asked for), and a cache of T slots. What is not used costs
     nothing.
+
+    Args:
+        model: the model.
+        attention_scores: whether the weights are wanted.
+        compiled: whether a compiled function calls it, while that is traced. A condition or loop that
+            was traced elsewhere is one that a session takes apart, into operations unknown to XLA.
     """
-    # Windows too short to go by blocks make their weights anyway: one graph is enough.
-    attention_scores = attention_scores or model.sequence_length < BLOCKWISE_FROM
+    # Windows too short to go by blocks make their weights anyway: one graph is enough, and it needs no
+    # condition on the length.
+    makes_weights = model.sequence_length < BLOCKWISE_FROM and all(map(_goes_densely, model.blocks))
+    attention_scores = attention_scores or makes_weights
 
     def read(model, parameters, token_ids):
         rows, width = tf.unstack(tf.shape(token_ids))
         token_ids = tf.clip_by_value(token_ids, 0, model.vocabulary_size - 1)
         cache = model.make_cache(rows, width)
-        logits, *weights, cache = _forward(model, parameters, token_ids, None, cache, attention_scores)
+        # As a step with a cache, also a layer that insists on blocks for its windows makes weights.
+        positions = tf.range(width) if attention_scores and not makes_weights else None
+        logits, *weights, cache = _forward(
+            model, parameters, token_ids, positions, cache, attention_scores
+        )
         return logits, weights[0] if weights else (), cache
 
     ids = tf.TensorSpec((None, None), tf.int32)
-    return graph(model, ("window", attention_scores), read, (parameters_spec(model), ids))
+    # Without a condition in it, one graph serves compiled functions too.
+    name = ("window", attention_scores, compiled and not makes_weights)
+    return graph(model, name, read, (parameters_spec(model), ids))
+
+
+def _goes_densely(block):
+    """Whether a block of ours makes its weights in a short window: unless it insists on blocks."""
+    attention = getattr(block, "attention", block)
+    ours = type(block) in (DecoderBlock, CausalSelfAttention)
+    return ours and type(attention) is CausalSelfAttention and not attention.blockwise
 
 
 def step_graph(model, in_place=False):

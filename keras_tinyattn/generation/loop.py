@@ -84,7 +84,9 @@ def _run_compiled(model, prompt_ids, prompt_lengths, settings, budget):
 def _run(model, prompt_ids, prompt_lengths, settings, budget, cache_lengths, in_place):
     """All the steps of a batch: new ids (B, N), their log-probabilities, counts, and who stopped."""
     parameters = read_parameters(model)
-    state = _prefill(model, parameters, prompt_ids, prompt_lengths, settings, budget)
+    state = _prefill(
+        model, parameters, prompt_ids, prompt_lengths, settings, budget, compiled=not in_place
+    )
     for cache_length in cache_lengths:
         cache_length = tf.maximum(cache_length, tf.shape(prompt_ids)[1])
         state = _loop_graph(model, in_place)(parameters, state, settings, cache_length)
@@ -156,12 +158,12 @@ def _goes_on(state, cache_length):
     return ~tf.reduce_all(state.done) & tf.reduce_all(state.position < cache_length)
 
 
-def _prefill(model, parameters, prompt_ids, prompt_lengths, settings, budget):
+def _prefill(model, parameters, prompt_ids, prompt_lengths, settings, budget, compiled=False):
     """Fill the cache with the prompts; the newest token of a row is the last of its prompt."""
     rows, slots = tf.shape(prompt_ids)[0], model.sequence_length
     # The logits are not used, so the compiler drops them: the first step computes those of the last
     # prompt token again, by the same code as all other steps.
-    _, _, cache = window_graph(model)(parameters, prompt_ids)
+    _, _, cache = window_graph(model, compiled=compiled)(parameters, prompt_ids)
     last = prompt_lengths - 1
     return State(
         index=tf.constant(0),
