@@ -7,126 +7,92 @@ import numpy as np
 import pytest
 
 STEPS = 30
-PICTURES = {"--plot": "losses.png", "--attention": "attention.png"}
+KEYS = (
+    "loss step_loss loss_after validation_before validation_after frequency_loss gradient slope weight "
+    "weight_by_hand weight_after mean_of_losses even_loss vocabulary_size learn_from judge_by "
+    "num_parameters sizes batch_size line device window targets target_shares target_losses losses "
+    "logit_gradient_difference logit_gradient_largest place nudged_losses learning_rate weight_decay "
+    "previous_share_before previous_share_after sample_before sample_after"
+)
 
 
-@pytest.fixture
-def ran(run_lesson):
-    files = [part for option, name in PICTURES.items() for part in (option, f"{{}}/{name}")]
-    return run_lesson("lesson_16_training", "--steps", STEPS, *files)
+def test_what_it_computes_and_says_is_true(run_lesson):
+    files = ("--plot", "{}/losses.png", "--attention", "{}/attention.png")
+    ran = run_lesson("lesson_16_training", "--steps", STEPS, *files)
+    numbers, text = ran.numbers, ran.text
+    assert numbers.keys() == set(KEYS.split())
+    for name in ("losses.png", "attention.png"):
+        assert (ran.folder / name).read_bytes().startswith(b"\x89PNG")
 
+    # The targets are the window one character on; a loss is -log of the target's share.
+    window, targets, shares = (numbers[name] for name in ("window", "targets", "target_shares"))
+    assert len(targets) == 64
+    assert targets[:-1] == window[1:]
+    np.testing.assert_allclose(numbers["target_losses"], -np.log(shares), rtol=1e-6)
+    loss, even_loss, by_hand = (numbers[name] for name in ("loss", "even_loss", "mean_of_losses"))
+    assert by_hand == pytest.approx(loss, rel=1e-5)
+    assert even_loss == math.log(numbers["vocabulary_size"])
+    assert abs(loss - even_loss) < 0.1
 
-@pytest.fixture
-def numbers(ran):
-    return ran.numbers
-
-
-def test_the_targets_are_the_window_one_character_on(numbers):
-    assert len(numbers["targets"]) == 64
-    assert numbers["targets"][:-1] == numbers["window"][1:]
-
-
-def test_the_loss_by_hand_is_the_loss_of_the_package(ran, numbers):
-    np.testing.assert_allclose(numbers["target_losses"], -np.log(numbers["target_shares"]), rtol=1e-6)
-    assert numbers["mean_of_losses"] == pytest.approx(numbers["loss"], rel=1e-5)
-    assert numbers["even_loss"] == math.log(numbers["vocabulary_size"])
-    away = abs(numbers["loss"] - numbers["even_loss"])
-    assert away < 0.1
-    assert f"is {numbers['mean_of_losses']:.4f} nats by hand, {numbers['loss']:.4f} by" in ran.text
-    assert f"An untrained model knows nothing yet, and is close to that: {away:.3f} away." in ran.text
-    # The first row of the table.
-    row = (numbers["window"][0], numbers["targets"][0])
-    share, loss = numbers["target_shares"][0], numbers["target_losses"][0]
-    assert f"{row[0]!r} {row[1]!r} {share:.2%} {loss:.3f}" in ran.text
-
-
-def test_gradient_and_step_by_hand_are_those_of_tape_and_optimizer(ran, numbers):
     # Float32 against float32 in another order, and a central difference of a float32 loss.
     difference = numbers["logit_gradient_difference"] / numbers["logit_gradient_largest"]
     assert difference < 1e-6
-    assert numbers["slope"] == pytest.approx(numbers["gradient"], rel=1e-2)
-    assert numbers["weight_by_hand"] == pytest.approx(numbers["weight_after"], abs=1e-6)
-    assert numbers["weight_after"] != numbers["weight"]
-    assert f"it differs from the tape's by at most {difference:.0e} of the largest." in ran.text
-    slope, gradient = numbers["slope"], numbers["gradient"]
-    assert f"a slope of {slope:.5f}. The tape says {gradient:.5f}." in ran.text
-    sign = "1" if gradient > 0 else "-1"
-    assert f"g / sqrt(g * g) + 0.1 x weight = {sign} + {0.1 * numbers['weight']:.5f}." in ran.text
-    by_hand, after = numbers["weight_by_hand"], numbers["weight_after"]
-    assert f"goes to {by_hand:.5f} by hand and to {after:.5f} by the optimizer." in ran.text
+    slope, gradient, weight, weight_by_hand, weight_after = (
+        numbers[name] for name in ("slope", "gradient", "weight", "weight_by_hand", "weight_after")
+    )
+    assert slope == pytest.approx(gradient, rel=1e-2)
+    assert weight_by_hand == pytest.approx(weight_after, abs=1e-6)
     # By about the learning rate, against the gradient.
-    moved = after - numbers["weight"]
-    assert moved * gradient < 0
-    assert abs(moved) == pytest.approx(numbers["learning_rate"], rel=0.01)
+    moved = -math.copysign(numbers["learning_rate"], gradient)
+    assert weight_after - weight == pytest.approx(moved, rel=0.01)
 
-
-def test_training_lowers_the_loss_of_a_batch_and_of_text_that_the_model_has_not_seen(ran, numbers):
+    # Training lowers the loss of a batch, and of text that the model has not seen.
+    step_loss, loss_after, before, after, frequency_loss = (
+        numbers[name] for name in ("step_loss", "loss_after", *KEYS.split()[3:6])
+    )
     assert len(numbers["losses"]) == STEPS
-    assert numbers["losses"][0] == numbers["step_loss"] == pytest.approx(numbers["loss"], rel=1e-5)
-    assert numbers["loss_after"] < numbers["step_loss"]
-    assert f"fell from {numbers['step_loss']:.4f} to {numbers['loss_after']:.4f}." in ran.text
-    before, after = numbers["validation_before"], numbers["validation_after"]
+    assert numbers["losses"][0] == step_loss == pytest.approx(loss, rel=1e-5)
+    assert loss_after < step_loss
     assert after < before - 0.5
-    assert f"{before:.3f} nats per character before, {after:.3f} after." in ran.text
-    assert f"among {math.exp(before):.1f} equally likely characters, and now" in ran.text
-    assert f"the loss on text it never saw fell from {before:.2f} to {after:.2f}." in ran.text
-    assert f"It was told {STEPS} times how wrong" in ran.text
-
-
-def test_the_frequencies_are_those_of_the_training_text(ran, numbers):
-    text = lesson.SONNETS.read_text(encoding="utf-8")
-    training, validation = text[: numbers["learn_from"]], text[numbers["learn_from"] :]
+    text_read = lesson.SONNETS.read_text(encoding="utf-8")
+    training, validation = text_read[: numbers["learn_from"]], text_read[numbers["learn_from"] :]
     assert len(validation) == numbers["judge_by"]
     total = len(training) + numbers["vocabulary_size"]
-    losses = [-math.log((training.count(one) + 1) / total) for one in validation[1:]]
-    assert numbers["frequency_loss"] == pytest.approx(np.mean(losses), rel=1e-6)
-    assert f"occurs costs {numbers['frequency_loss']:.3f} nats." in ran.text
-    below = numbers["frequency_loss"] - numbers["validation_after"]
-    assert below > 0
-    assert f"This one ends {below:.3f} below that." in ran.text
+    nats = {one: -math.log((training.count(one) + 1) / total) for one in set(validation)}
+    assert frequency_loss == pytest.approx(np.mean([nats[one] for one in validation[1:]]), rel=1e-6)
+    assert after < frequency_loss
 
-
-def test_the_heads_look_as_the_table_and_the_point_say(ran, numbers):
-    before, after = (np.array(numbers[f"previous_share_{when}"]) for when in ("before", "after"))
-    for name, one, two in zip(lesson.HEADS, before, after, strict=True):
-        assert f"{name} {one:.1%} {two:.1%}" in ran.text
     # Before training the weights are nearly even: 1/2, 1/3, ... 1/20 on each of the characters so far.
-    np.testing.assert_allclose(before, np.mean(1 / np.arange(2, 21)), rtol=0.05)
-    head = np.argmax(after)
-    assert (
-        f"previous character, {lesson.HEADS[head]}, gives it {after[head]:.0%} of its weight, where it "
-        f"was {before[head]:.0%}." in ran.text
-    )
-
-
-def test_what_the_model_writes_is_printed_as_it_is(ran, numbers):
-    for when in ("before", "after"):
-        sample = " ".join(repr(numbers[f"sample_{when}"]).split())
-        assert f"The line continued {when} training: {sample}" in ran.text
+    shares_before, shares_after = numbers["previous_share_before"], numbers["previous_share_after"]
+    np.testing.assert_allclose(shares_before, np.mean(1 / np.arange(2, 21)), rtol=0.05)
+    head = np.argmax(shares_after)
     assert numbers["sample_before"] != numbers["sample_after"]
 
-
-def test_the_lesson_draws_its_pictures(ran):
-    for name in PICTURES.values():
-        assert (ran.folder / name).read_bytes().startswith(b"\x89PNG")
-
-
-def test_every_option_has_a_help_text(explains_every_option):
-    explains_every_option(lesson, at_least=5)
-
-
-@pytest.mark.parametrize(
-    ("options", "received", "allowed"),
-    [
-        (["--steps", "0"], "0", "--steps must be 1 or more"),
-        (["--seed", "-1"], "-1", "from 0 to 2147483647"),
-        (["--plot", "{}/losses.txt"], "losses.txt", ".png or .svg or .pdf"),
-        (["--attention", "{}/absent/a.png"], "absent", "does not exist"),
-        (["--json", "{}/absent/a.json"], "absent", "does not exist"),
-    ],
-)
-def test_bad_input_is_one_sentence_and_exit_code_2_before_any_work(
-    options, received, allowed, refuses, monkeypatch
-):
-    monkeypatch.setattr(lesson.CharTokenizer, "from_text", lambda _: pytest.fail("the work was begun"))
-    refuses(lesson, options, received, allowed)
+    for sentence in (
+        f"{window[0]!r} {targets[0]!r} {shares[0]:.2%} {numbers['target_losses'][0]:.3f}",
+        f"is {by_hand:.4f} nats by hand, {loss:.4f} by next_token_loss.",
+        "An untrained model knows nothing yet, and is close to that: "
+        f"{abs(loss - even_loss):.3f} away.",
+        f"it differs from the tape's by at most {difference:.0e} of the largest.",
+        f"a slope of {slope:.5f}. The tape says {gradient:.5f}.",
+        f"= g / sqrt(g * g) + 0.1 x weight = {np.sign(gradient):.0f} + {0.1 * weight:.5f}.",
+        f"goes to {weight_by_hand:.5f} by hand and to {weight_after:.5f} by the optimizer.",
+        f"On the same batch the loss fell from {step_loss:.4f} to {loss_after:.4f}.",
+        f"{before:.3f} nats per character before, {after:.3f} after.",
+        f"among {math.exp(before):.1f} equally likely characters, and now among {math.exp(after):.1f}.",
+        f"occurs costs {frequency_loss:.3f} nats.",
+        f"This one ends {frequency_loss - after:.3f} below that.",
+        *(
+            f"{name} {one:.1%} {two:.1%}"
+            for name, one, two in zip(lesson.HEADS, shares_before, shares_after, strict=True)
+        ),
+        *(
+            f"continued {when} training: {' '.join(repr(numbers[f'sample_{when}']).split())}"
+            for when in ("before", "after")
+        ),
+        f"It was told {STEPS} times how wrong",
+        f"the loss on text it never saw fell from {before:.2f} to {after:.2f}.",
+        f"previous character, {lesson.HEADS[head]}, gives it {shares_after[head]:.0%} of its weight, "
+        f"where it was {shares_before[head]:.0%}.",
+    ):
+        assert sentence in text
