@@ -6,7 +6,7 @@ import lesson_16_training as lesson
 import numpy as np
 import pytest
 
-STEPS = 30
+STEPS = 12
 PICTURES = {"--plot": "losses.png", "--attention": "attention.png"}
 
 
