@@ -4,6 +4,7 @@ import pathlib
 import subprocess
 import sys
 
+import check_gpu as script
 import pytest
 import tensorflow as tf
 
@@ -20,9 +21,6 @@ def test_a_device_that_is_not_there_is_named_in_one_sentence(refuses):
 
 
 def test_a_difference_fails_its_check(monkeypatch):
-    monkeypatch.syspath_prepend(SCRIPTS)
-    import check_gpu as script
-
     monkeypatch.setattr(script, "timed", lambda function, *arguments: (function(*arguments), 1.0))
     monkeypatch.setattr(script, "LARGEST_DIFFERENCE", 0.0)
     name, seen, passed = next(script.attention("CPU:0"))
