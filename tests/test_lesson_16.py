@@ -6,7 +6,7 @@ import lesson_16_training as lesson
 import numpy as np
 import pytest
 
-STEPS = 12
+STEPS = 30
 PICTURES = {"--plot": "losses.png", "--attention": "attention.png"}
 
 
