@@ -3,9 +3,11 @@
 import argparse
 import functools
 import pathlib
+import re
 import subprocess
 import sys
 
+import _start
 import generate
 import pytest
 import tensorflow as tf
@@ -195,15 +197,13 @@ def test_a_folder_without_an_export_is_one_sentence(tmp_path, folder):
         generate.main(["--model", str(path)])
 
 
-def test_the_sentence_and_exit_code_reach_the_shell(tmp_path):
-    out = tmp_path / "kept"
-    code, printed, err = run("--prompt", "The cow", "--model", str(COMMITTED))
-    assert (code, printed) == (2, "")
-    assert err.count("\n") == 1
-    assert err.startswith("generate.py: error: The vocabulary")
+def test_an_error_is_one_sentence_and_exit_code_2(tmp_path, capsys):
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
-    code, printed, err = run("--out", str(blocked))
-    assert (code, printed, err.count("\n")) == (2, "", 1)
+    for options in (["--prompt", "The cow", "--model", str(COMMITTED)], ["--out", str(blocked)]):
+        with pytest.raises(SystemExit) as end:
+            _start.run(generate.main, options)
+        printed = capsys.readouterr()
+        assert (end.value.code, printed.out) == (2, "")
+        assert re.fullmatch(r"[\w.]+: error: (The vocabulary|.*file).*\n", printed.err), printed.err
     assert blocked.read_text() == "in the way"
-    assert not out.exists()
