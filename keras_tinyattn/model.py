@@ -250,12 +250,23 @@ def graph_key(model):
 
     It names the layers, all in them that matters in a call, and the variables themselves. A graph keeps
     its variables alive, so that no other variable gets the `id` of one while the graph is there.
+
+    Raises:
+        ValueError: if a block was put into the list of a model that was made with another.
     """
     layers = (model.embedding, *model.blocks, model.final_norm, model.projection)
+    variables = {id(variable): variable.trainable for variable in model.variables}
+    for index, block in enumerate(model.blocks):
+        if any(id(variable) not in variables for variable in block.variables):
+            raise ValueError(
+                "Keras does not see a block that is put into the list of a model. Expected the blocks "
+                f"that the model was made with. Received: another one, blocks[{index}]. "
+                "Make a CausalLM of the layers that it should have."
+            )
     return (
         type(model),
         *(None if layer is None else key_of_layer(layer) for layer in layers),
-        *((id(variable), variable.trainable) for variable in model.variables),
+        *variables.items(),
     )
 
 

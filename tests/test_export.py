@@ -269,6 +269,7 @@ def test_a_tokenizer_s_own_end_stops_unless_another_is_given(loaded):
         ("The", {"top_p": 1.5}, "top_p is out of range"),
         ("The", {"top_p": 0.0}, "top_p is out of range"),
         ("The", {"min_p": 1.5}, "min_p is out of range"),
+        ("The", {"min_p": 1.5}, "min_p is out of range"),
         ("The", {"min_p": -0.1}, "min_p is out of range"),
         ("The", {"stop": "cow"}, "Received also: cow"),
     ],
@@ -329,6 +330,39 @@ def test_ids_outside_the_vocabulary_are_refused_by_every_signature(byte_loaded, 
         byte_loaded.signatures["step"](
             token_id=tf.constant([1]), position=tf.constant([24 if bad > 0 else bad]), **cache
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -1.0),
+        ("temperature", float("inf")),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("min_p", -0.5),
+        ("min_p", 1.5),
+        ("min_p", float("nan")),
+    ],
+)
+def test_a_setting_out_of_range_is_refused_by_every_signature_that_takes_it(byte_loaded, name, value):
+    given = settings(1, **{name: value})
+    draw = {name: given[name] for name in list(SETTINGS)[1:]}
+    for signature, inputs in (
+        ("generate", {"prompt": tf.constant(["a"]), "stop": tf.constant([""]), **given}),
+        (
+            "generate_ids",
+            {
+                "prompt_ids": tf.constant([[1]]),
+                "prompt_length": tf.constant([1]),
+                "stop_id": tf.constant([-1]),
+                **given,
+            },
+        ),
+        ("sample", {"logits": tf.zeros((1, 5)), "position": tf.constant([0]), **draw}),
+    ):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=f"{name} is out of range. Expected a"):
+            byte_loaded.signatures[signature](**inputs)
 
 
 def test_prefill_step_and_sample_walk_like_generate_ids(byte_loaded):
