@@ -269,7 +269,6 @@ def test_a_tokenizer_s_own_end_stops_unless_another_is_given(loaded):
         ("The", {"top_p": 1.5}, "top_p is out of range"),
         ("The", {"top_p": 0.0}, "top_p is out of range"),
         ("The", {"min_p": 1.5}, "min_p is out of range"),
-        ("The", {"min_p": 1.5}, "min_p is out of range"),
         ("The", {"min_p": -0.1}, "min_p is out of range"),
         ("The", {"stop": "cow"}, "Received also: cow"),
     ],
