@@ -68,6 +68,7 @@ class CausalLM(keras.Model):
             )
         self.embedding = embedding
         self.blocks = list(blocks)
+        self._made_with = tuple(map(id, blocks))
         self.final_norm = final_norm
         self.projection = projection
         if projection.tied:
@@ -156,7 +157,16 @@ class CausalLM(keras.Model):
 
         The key holds what matters in a call of each layer, and which variables they are. A graph keeps
         its variables alive, so no other variable gets the `id` of one while the graph exists.
+
+        Raises:
+            ValueError: if the list of blocks was changed after the model was made.
         """
+        if tuple(map(id, self.blocks)) != self._made_with:
+            raise ValueError(
+                "Keras does not see a block that is put into the list of a model. Expected the blocks "
+                f"that the model was made with. Received: {len(self.blocks)} blocks, others among them. "
+                "Make a CausalLM of the layers that it should have."
+            )
         layers = (self.embedding, *self.blocks, self.final_norm, self.projection)
         return (
             *(None if layer is None else graph_key(layer) for layer in layers),

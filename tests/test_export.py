@@ -331,6 +331,39 @@ def test_ids_outside_the_vocabulary_are_refused_by_every_signature(byte_loaded, 
         )
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -1.0),
+        ("temperature", float("inf")),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("min_p", -0.5),
+        ("min_p", 1.5),
+        ("min_p", float("nan")),
+    ],
+)
+def test_a_setting_out_of_range_is_refused_by_every_signature_that_takes_it(byte_loaded, name, value):
+    given = settings(1, **{name: value})
+    draw = {name: given[name] for name in list(SETTINGS)[1:]}
+    for signature, inputs in (
+        ("generate", {"prompt": tf.constant(["a"]), "stop": tf.constant([""]), **given}),
+        (
+            "generate_ids",
+            {
+                "prompt_ids": tf.constant([[1]]),
+                "prompt_length": tf.constant([1]),
+                "stop_id": tf.constant([-1]),
+                **given,
+            },
+        ),
+        ("sample", {"logits": tf.zeros((1, 5)), "position": tf.constant([0]), **draw}),
+    ):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=f"{name} is out of range. Expected a"):
+            byte_loaded.signatures[signature](**inputs)
+
+
 def test_prefill_step_and_sample_walk_like_generate_ids(byte_loaded):
     prompt = {"prompt_ids": tf.constant([[7, 8, 9], [5, 0, 0]]), "prompt_length": tf.constant([3, 1])}
     given = settings(2, max_new_tokens=5, temperature=[0.0, 100.0], seed=[1, 2])

@@ -1,6 +1,7 @@
 """A prompt is continued exactly: cached or not, alone or in a batch, plain or compiled."""
 
 import gc
+import warnings
 import weakref
 
 import keras
@@ -16,6 +17,7 @@ from keras_tinyattn import (
     VocabProjection,
     generate,
     gpt,
+    make_train_step,
     stream,
 )
 from keras_tinyattn.generation.graphs import step_graph
@@ -186,6 +188,13 @@ def test_no_new_tokens_and_one_are_what_was_asked_for(model):
         ([1], {"top_k": -1}, "top_k is out of range"),
         ([1], {"top_p": 0.0}, "top_p is out of range"),
         ([1], {"top_p": 1.5}, r"top_p is out of range.*Received: 1\.5"),
+        (
+            [1],
+            {"min_p": -0.1},
+            r"min_p is out of range. Expected a number from 0 to 1.*Received: -0\.1",
+        ),
+        ([1], {"min_p": 1.5}, r"min_p is out of range.*Received: 1\.5"),
+        ([1], {"min_p": float("nan")}, "min_p is out of range.*Received: nan"),
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(model, token_ids, settings, message, jit_compile):
@@ -496,3 +505,129 @@ def test_layers_of_unlike_widths_share_a_model(blocks, jit_compile):
     assert result.new_logprobs == pytest.approx(
         logprobs[[2, 3, 4, 5, 6], result.token_ids[3:]], abs=1e-4
     )
+
+
+def _low_rank(model):
+    dense = model.blocks[1].mlp_expand
+    dense.enable_lora(2)
+    dense.lora_kernel_b.assign(np.ones(dense.lora_kernel_b.shape))
+
+
+def _activation(model):
+    model.blocks[1].mlp_expand.activation = _leaky(0.5)
+
+
+def _epsilon(model):
+    model.blocks[0].attention_norm.epsilon = 3.0
+
+
+def _epsilon_of_the_last_norm(model):
+    model.final_norm.epsilon = 3.0
+
+
+def _no_last_norm(model):
+    model.final_norm = None
+
+
+def _policy_of_attention(model):
+    model.blocks[0].attention.dtype_policy = keras.DTypePolicy("mixed_bfloat16")
+
+
+def _policy_of_the_embedding(model):
+    model.embedding.dtype_policy = keras.DTypePolicy("mixed_bfloat16")
+
+
+def _heads(model):
+    model.blocks[0].attention.num_heads, model.blocks[0].attention.head_dim = 2, 6
+
+
+def _fewer_blocks(model):
+    del model.blocks[1]
+
+
+def _another_table(model):
+    embedding = TokenAndPositionEmbedding(V, LENGTH, 12)
+    embedding.build((None, LENGTH))
+    model.projection.tie(embedding)
+
+
+def _quantized(model):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Keras names each layer that it cannot quantize.
+        model.quantize("int8")
+
+
+CHANGES = [
+    _low_rank,
+    _activation,
+    _epsilon,
+    _epsilon_of_the_last_norm,
+    _no_last_norm,
+    _policy_of_attention,
+    _policy_of_the_embedding,
+    _heads,
+    _fewer_blocks,
+    _another_table,
+    _quantized,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_after_a_change_to_the_model_generation_answers_as_the_changed_model_does(change):
+    keras.utils.set_random_seed(6)
+    model = gpt(V, sequence_length=LENGTH, hidden_dim=12, num_heads=3, num_layers=2)
+    model.build((None, LENGTH))
+    draw = np.random.default_rng(7)
+    for variable in model.weights:
+        variable.assign(variable + 0.3 * draw.normal(size=variable.shape))
+    before = model.generate([1, 2, 3], 6, jit_compile=False)
+    change(model)
+    after = model.generate([1, 2, 3], 6, jit_compile=False)
+    # bfloat16 keeps two to three digits.
+    tolerance = 5e-2 if "policy" in change.__name__ else 1e-4
+    logprobs = tf.nn.log_softmax(model(after.token_ids[None])[0].numpy().astype("float32")).numpy()
+    expected = logprobs[np.arange(2, 8), after.token_ids[3:]]
+    assert after.new_logprobs == pytest.approx(expected, abs=tolerance)
+    assert np.abs(after.new_logprobs - before.new_logprobs).max() > 1e-3
+
+
+def test_a_stream_and_a_compiled_loop_follow_a_change_too():
+    model = gpt(V, sequence_length=LENGTH, hidden_dim=12, num_heads=3, num_layers=2)
+    model.build((None, LENGTH))
+    for variable in model.weights:
+        variable.assign(variable * 20)
+
+    def answers():
+        compiled = model.generate([1, 2, 3], 6).token_ids[3:].tolist()
+        return [list(stream(model, [1, 2, 3], 6)), compiled]
+
+    assert answers() == [walk(model, [1, 2, 3], 6)[0][3:]] * 2
+    before = walk(model, [1, 2, 3], 6)[0]
+    _epsilon_of_the_last_norm(model)
+    _low_rank(model)
+    assert answers() == [walk(model, [1, 2, 3], 6)[0][3:]] * 2
+    assert walk(model, [1, 2, 3], 6)[0] != before
+
+
+def test_a_block_that_keras_does_not_see_is_refused():
+    model = gpt(V, sequence_length=LENGTH, hidden_dim=12, num_heads=3, num_layers=2)
+    model.build((None, LENGTH))
+    step = make_train_step(model, keras.optimizers.SGD())
+    model.blocks[1] = DecoderBlock(12, 3)
+    model.blocks[1].build((None, LENGTH, 12))
+    for use in (
+        lambda: model.generate([1], 2, jit_compile=False),
+        lambda: stream(model, [1], 2),
+        lambda: step(np.array([[1, 2]]), np.array([[2, 3]])),
+    ):
+        with pytest.raises(ValueError, match=r"Received: another one, blocks\[1\]\. Make a CausalLM"):
+            use()
+    again = CausalLM(model.embedding, model.blocks, model.projection, model.final_norm)
+    assert again.generate([1], 2, jit_compile=False).lengths == 3
+
+
+def test_a_block_that_is_used_twice_keeps_a_cache_for_each_use():
+    block = DecoderBlock(12, 3)
+    model = CausalLM(TokenAndPositionEmbedding(V, LENGTH, 12), [block, block], VocabProjection(V))
+    model.build((None, LENGTH))
+    check_against_windows(model, model.generate([1, 2, 3], 6, jit_compile=False), 3)

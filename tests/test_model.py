@@ -12,6 +12,7 @@ from keras_tinyattn import (
     VocabProjection,
     gpt,
 )
+from keras_tinyattn.layers import _window
 
 B, T, D, H, V = 2, 5, 6, 3, 11
 LAYERS = 2
@@ -116,6 +117,71 @@ def test_cached_steps_give_the_logits_of_the_window(model, token_ids):
         positions = np.arange(first, last, dtype="int32")
         logits, cache = model(token_ids[:, first:last], cache=cache, positions=positions)
         np.testing.assert_allclose(logits, window[:, first:last], atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [1, 3, T])
+@pytest.mark.parametrize(
+    ("policy", "tolerance"), [("float32", 1e-5), ("mixed_float16", 2e-2), ("mixed_bfloat16", 2e-1)]
+)
+def test_a_window_kept_in_a_cache_and_steps_from_it_give_the_logits_of_the_window(
+    policy, tolerance, length, token_ids, on_every_path
+):
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(policy)
+    try:
+        model = built()
+    finally:
+        keras.config.set_dtype_policy(before)
+    window = model(token_ids).numpy()
+
+    def keep_and_step(ids):
+        logits, cache = model(ids[:, :length], cache=model.make_cache(B))
+        parts = [logits]
+        for position in range(length, T):
+            at = tf.constant([position])
+            logits, cache = model(ids[:, position : position + 1], cache=cache, positions=at)
+            parts.append(logits)
+        return tf.concat(parts, axis=1)
+
+    for path, logits in on_every_path(keep_and_step, tf.constant(token_ids)):
+        # Some units in the last place of logits near 3, of 10 bits or of 7.
+        np.testing.assert_allclose(logits, window, atol=tolerance, err_msg=path)
+
+
+def test_a_window_of_unknown_length_goes_densely_or_by_blocks_and_trains_alike(monkeypatch):
+    monkeypatch.setattr(_window, "BLOCKWISE_FROM", 4)
+    lengths = []
+    blocks = _window.blockwise_attention
+    monkeypatch.setattr(
+        _window,
+        "blockwise_attention",
+        lambda queries, *args, **kwargs: (
+            lengths.append(queries.shape[2]) or blocks(queries, *args, **kwargs)
+        ),
+    )
+    model = built()
+
+    def loss_and_gradients(ids):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(ids) ** 2)
+        return loss, [
+            tf.convert_to_tensor(gradient)
+            for gradient in tape.gradient(loss, model.trainable_variables)
+        ]
+
+    spec = [tf.TensorSpec((None, None), tf.int32)]
+    unknown = tf.function(loss_and_gradients, input_signature=spec)
+    for length in (3, T):
+        ids = np.random.default_rng(length).integers(0, V, (B, length)).astype("int32")
+        monkeypatch.setattr(_window, "BLOCKWISE_FROM", 1024)
+        loss, gradients = loss_and_gradients(ids)
+        monkeypatch.setattr(_window, "BLOCKWISE_FROM", 4)
+        ours, our_gradients = unknown(ids)
+        np.testing.assert_allclose(ours, loss, rtol=1e-5)
+        largest = max(np.abs(gradient).max() for gradient in gradients)
+        for one, two in zip(our_gradients, gradients, strict=True):
+            np.testing.assert_allclose(one, two, atol=1e-5 * largest)
+    assert lengths == [None] * LAYERS
 
 
 def test_batch_and_length_are_free_up_to_the_longest_window(model, token_ids):

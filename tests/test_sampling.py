@@ -145,3 +145,51 @@ def test_a_seed_and_a_position_draw_what_they_always_drew():
     # Recorded: a text that was drawn from a seed is drawn from it by later versions too.
     drawn = sample(tf.zeros((4, 1000)), temperature=1.0, seed=[3, 5, 3, -1], position=[5, 3, 6, 0])
     assert drawn.numpy().tolist() == [92, 982, 904, 279]
+
+
+def kept_by_the_definitions(logits, top_k, top_p, min_p):
+    """Which tokens of a row the three filters leave, one token after the other."""
+    probabilities = np.exp(logits - logits.max())
+    probabilities = (probabilities / probabilities.sum()).astype("float32")
+    # The likeliest first, of equal ones the lower id.
+    order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
+    kept = np.zeros(len(logits), bool)
+    for rank, token in enumerate(order):
+        kept[token] = rank == 0 or (
+            (top_k == 0 or rank < top_k)
+            and (top_p == 1 or probabilities[order[:rank]].sum() < top_p)
+            and probabilities[token] >= min_p * probabilities[order[0]]
+        )
+    return kept
+
+
+def test_min_p_alone_and_with_the_other_filters_keeps_what_the_definition_says(on_every_path):
+    draw = np.random.default_rng(3)
+    grid = [(k, p, m) for k in (0, 1, 4) for p in (0.3, 0.8, 1.0) for m in (0.0, 0.1, 0.5, 1.0)]
+    logits = draw.normal(size=(len(grid), 11)).astype("float32") * 2
+    logits[::3, 4] = logits[::3].max(1)  # In some rows two are the likeliest.
+    top_k, top_p, min_p = (np.array(column) for column in zip(*grid, strict=True))
+    expected = [kept_by_the_definitions(row, *given) for row, given in zip(logits, grid, strict=True)]
+    inputs = (logits, top_k.astype("int32"), top_p.astype("float32"), min_p.astype("float32"))
+    for path, filtered in on_every_path(filter_logits, *map(tf.constant, inputs)):
+        assert np.array_equal(np.isfinite(filtered), expected), path
+        assert np.array_equal(filtered.numpy()[expected], logits[expected]), path
+    # A row each at the edges: all, and the likeliest alone, of which there may be two.
+    assert np.all(expected[grid.index((0, 1.0, 0.0))])
+    assert sum(expected[grid.index((0, 1.0, 1.0))]) == 1 + (grid.index((0, 1.0, 1.0)) % 3 == 0)
+
+
+def test_a_token_at_the_very_share_of_min_p_stays():
+    # exp(0), exp(-0) and a quarter of it, exact in float32.
+    logits = tf.constant([[0.0, 0.0, float(np.log(0.25)), -1.0, -2.0]])
+    quarter = float(tf.nn.softmax(logits)[0, 2] / tf.nn.softmax(logits)[0, 0])
+    assert np.isfinite(filter_logits(logits, min_p=1.0))[0].tolist() == [True, True] + [False] * 3
+    assert np.isfinite(filter_logits(logits, min_p=quarter))[0].tolist()[2]
+    assert not np.isfinite(filter_logits(logits, min_p=quarter + 1e-4))[0, 2]
+
+
+def test_min_p_counts_on_the_distribution_at_the_temperature():
+    # 0.4 : 0.1 is a quarter, at temperature 0.5 a sixteenth.
+    assert many(LOGITS, rows=2000, temperature=1.0, min_p=0.2)[3] > 0
+    assert many(LOGITS, rows=2000, temperature=0.5, min_p=0.2)[3] == 0
+    assert many(LOGITS, rows=2000, temperature=5.0, min_p=1.0).tolist() == [2000, 0, 0, 0, 0]

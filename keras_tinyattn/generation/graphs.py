@@ -166,7 +166,8 @@ def _sharing_blocks(model, parameters):
                         **options,
                     )
 
-            key = (graph_key(block), *((v.shape, v.dtype) for v in block.variables))
+            specs = _specs(arguments)
+            key = (graph_key(block), *tf.nest.flatten(specs))
             if key not in functions:
                 functions[key] = tf.function(
                     run,
@@ -174,7 +175,7 @@ def _sharing_blocks(model, parameters):
                     # A window is read once a request, where a call costs nothing; with fewer copies of
                     # the block the first answer comes sooner.
                     experimental_attributes={} if x.shape[1] == 1 else {"_noinline": True},
-                ).get_concrete_function(*_specs(arguments))
+                ).get_concrete_function(*specs)
             return functions[key](*arguments)
 
         return call

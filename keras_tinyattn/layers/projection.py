@@ -146,7 +146,8 @@ class VocabProjection(keras.layers.Layer):
 
     def graph_key(self):
         """What a graph of the layer depends on, apart from its variables; hashable."""
-        return (self.vocabulary_size, self.use_bias, self.tied)
+        table = self._tied_embedding() if self._tied_embedding else None
+        return (self.vocabulary_size, self.use_bias, self.tied, table)
 
     def get_config(self):
         return {
