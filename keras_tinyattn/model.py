@@ -68,7 +68,7 @@ class CausalLM(keras.Model):
             )
         self.embedding = embedding
         self.blocks = list(blocks)
-        self._made_with = tuple(map(id, blocks))
+        self._made_with = frozenset(map(id, blocks))
         self.final_norm = final_norm
         self.projection = projection
         if projection.tied:
@@ -159,16 +159,18 @@ class CausalLM(keras.Model):
         its variables alive, so no other variable gets the `id` of one while the graph exists.
 
         Raises:
-            ValueError: if the list of blocks was changed after the model was made.
+            ValueError: if a block was put into the list after the model was made.
         """
-        if tuple(map(id, self.blocks)) != self._made_with:
+        blocks = tuple(map(id, self.blocks))
+        if not set(blocks) <= self._made_with:
             raise ValueError(
-                "Keras does not see a block that is put into the list of a model. Expected the blocks "
-                f"that the model was made with. Received: {len(self.blocks)} blocks, others among them. "
+                "Keras does not see a block that is put into the list of a model. Expected blocks that "
+                f"the model was made with. Received: another one among {len(blocks)}. "
                 "Make a CausalLM of the layers that it should have."
             )
         layers = (self.embedding, *self.blocks, self.final_norm, self.projection)
         return (
+            blocks,
             *(None if layer is None else graph_key(layer) for layer in layers),
             *((id(variable), variable.trainable) for variable in self.variables),
         )

@@ -21,7 +21,6 @@ import train as script
 
 from keras_tinyattn import load_tokenizer
 
-SCRIPTS = pathlib.Path(__file__).parents[1] / "scripts"
 TEXT = "the cat sat on the mat; the dog sat on the log. " * 12  # no newline at the end
 SMALL = (
     *("--steps", "6", "--checkpoint-every", "2", "--evaluate-every", "3", "--batch-size", "4"),
@@ -77,19 +76,15 @@ def test_a_run_leaves_what_it_has_measured_its_tokenizer_and_its_model(unbroken)
     assert tokenizer.vocabulary == tuple(sorted(set(TEXT)))
     assert list((unbroken / "logs").iterdir())
 
-    model = keras.saving.load_model(unbroken / "model.keras")
-    token_ids = np.array([tokenizer.encode(TEXT)[-58:]])
-    validation_ids = token_ids[0]
-    total = 0.0
-    for start in range(0, 57, 8):
-        window = validation_ids[start : min(start + 8, 57)]
-        logits = model(window[None]).numpy()[0].astype("float64")
-        shares = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-        total -= shares[
-            np.arange(len(window)), validation_ids[start + 1 : start + 1 + len(window)]
-        ].sum()
     # The model kept is the one with the best validation loss, on 58 of 576 characters.
-    assert total / 57 == pytest.approx(min(evaluations.values()), rel=1e-5)
+    model = keras.saving.load_model(unbroken / "model.keras")
+    ids, nats = np.array(tokenizer.encode(TEXT)[-58:]), []
+    for start in range(0, 57, 8):
+        targets = ids[start + 1 : start + 9]
+        logits = model(ids[None, start : start + len(targets)]).numpy()[0].astype("float64")
+        shares = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+        nats += (-np.log(shares[np.arange(len(targets)), targets])).tolist()
+    assert np.mean(nats) == pytest.approx(min(evaluations.values()), rel=1e-5)
 
 
 def test_a_run_that_was_killed_continues_bit_for_bit_as_if_it_had_not_been(unbroken, tmp_path):
@@ -104,22 +99,28 @@ def test_a_run_that_was_killed_continues_bit_for_bit_as_if_it_had_not_been(unbro
     train("--out", run, "--resume", "--checkpoint-every", 2, "--evaluate-every", 3)
     # To the last digit and line: no step is missing, and none is there twice.
     assert (run / "history.jsonl").read_text() == (unbroken / "history.jsonl").read_text()
-    assert sorted(path.name for path in (run / "checkpoints").glob("*.index")) == [
-        "ckpt-4.index",
-        "ckpt-6.index",
-    ]
+    kept = sorted(path.stem for path in (run / "checkpoints").glob("*.index"))
+    assert kept == ["ckpt-4", "ckpt-6"]
     one, two = (keras.saving.load_model(path / "model.keras").get_weights() for path in (run, unbroken))
     for left, right in zip(one, two, strict=True):
         np.testing.assert_array_equal(left, right)
 
 
 def start(*options, **kwargs):
-    command = [sys.executable, str(SCRIPTS / "train.py"), *map(str, options)]
+    command = [sys.executable, script.__file__, *map(str, options)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, **pipes, **kwargs)
 
 
-def wait_for(path, process, seconds=240):
+def ended(process, code=0):
+    """What a process has printed by its end, which has this exit code."""
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == code, err
+    return out, err
+
+
+def wait_for_a_checkpoint(run, process, seconds=240):
+    path = run / "checkpoints" / "checkpoint"
     for _ in range(seconds * 10):
         if path.exists() or process.poll() is not None:
             break
@@ -129,44 +130,36 @@ def wait_for(path, process, seconds=240):
 
 def test_term_saves_a_checkpoint_and_says_how_to_continue(text, tmp_path):
     run = tmp_path / "run"
-    options = (*SMALL, "--steps", 100000)
-    process = start("--text", text, "--out", run, *options, "--evaluate-every", 100000)
-    wait_for(run / "checkpoints" / "checkpoint", process)
+    options = (*SMALL, "--steps", 100000, "--evaluate-every", 100000)
+    process = start("--text", text, "--out", run, *options)
+    wait_for_a_checkpoint(run, process)
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 128 + signal.SIGTERM
+    out, err = ended(process, 128 + signal.SIGTERM)
     assert err == ""
-    assert f"--out {run} --resume" in out
-    losses, _ = history(run)
     newest = max(int(path.stem.split("-")[1]) for path in (run / "checkpoints").glob("*.index"))
-    assert list(losses) == list(range(1, newest + 1))
+    assert list(history(run)[0]) == list(range(1, newest + 1))
     assert f"Stopped at step {newest:,} of 100,000" in out
+    assert f"--out {run} --resume" in out
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--text", "missing.txt"], "No such file or directory: .*missing.txt"),
-        (["--text", "."], "Is a directory: "),
-        (["--text", "empty.txt"], "needs a text to train on, but '.*empty.txt' is empty"),
-        (["--text", "latin.txt"], "needs UTF-8, but byte 3 of '.*latin.txt' is not part of it"),
+        ("--text missing.txt", "No such file or directory: .*missing.txt"),
+        ("--text .", "Is a directory: "),
+        ("--text empty.txt", "needs a text to train on, but '.*empty.txt' is empty"),
+        ("--text latin.txt", "needs UTF-8, but byte 3 of '.*latin.txt' is not part of it"),
         (
-            ["--text", "short.txt", "--sequence-length", "8", "--validation-share", "0"],
+            "--text short.txt --sequence-length 8 --validation-share 0",
             "need 9 tokens, and there are 8 for training",
         ),
-        (["--steps", "0"], "--steps must be 1 or more, but 0 was received"),
-        (["--hidden-dim", "6", "--num-heads", "4"], "Expected num_heads to divide hidden_dim"),
-        (["--dropout", "1"], r"Expected a number in \[0, 1\). Received: dropout=1.0"),
-        (["--validation-share", "1"], r"Expected a number in \[0, 1\)"),
-        (["--learning-rate", "nan"], "--learning-rate must be a finite number of at least 0"),
-        (["--steps", "5", "--warmup-steps", "5"], "Expected warmup_steps from 0 to 4"),
-        (["--seed", "2147483648"], "--seed must be from -2147483648 to 2147483647, but 2147483648 was"),
-        (["--plot", "losses.txt"], "--plot needs a file that can be written"),
-        (["--json", "missing/numbers.json"], "the directory '.*missing' does not exist"),
-        (["--out", "short.txt"], "--out needs a directory, but 'short.txt' is a file"),
-        (["--resume"], "--resume continues a run, but 'run' holds none"),
-        (["--strategy", "multiworker"], "TF_CONFIG, which is not set"),
-        (["--prompt", "q"], "Received also: q"),
+        ("--hidden-dim 6 --num-heads 4", "Expected num_heads to divide hidden_dim"),
+        ("--dropout 1", r"Expected a number in \[0, 1\). Received: dropout=1.0"),
+        ("--validation-share 1", r"Expected a number in \[0, 1\)"),
+        ("--steps 5 --warmup-steps 5", "Expected warmup_steps from 0 to 4"),
+        ("--out short.txt", "--out needs a directory, but 'short.txt' is a file"),
+        ("--out run --resume", "--resume continues a run, but 'run' holds none"),
+        ("--prompt q", "Received also: q"),
     ],
 )
 def test_what_cannot_work_is_one_sentence_exit_code_2_and_leaves_nothing(
@@ -177,13 +170,10 @@ def test_what_cannot_work_is_one_sentence_exit_code_2_and_leaves_nothing(
     pathlib.Path("latin.txt").write_bytes(b"caf\xe9 noir" * 50)
     pathlib.Path("short.txt").write_text("eight ch")
     before = sorted(os.listdir())
-    monkeypatch.setattr(sys, "argv", ["train.py"])
-    default = [] if "--text" in options or "--resume" in options else ["--text", str(text)]
-    out = [] if "--out" in options else ["--out", "run"]
+    default = [] if "--resume" in options else ["--out", "run", "--text", str(text)]
     with pytest.raises(SystemExit, match="2"):
-        _start.run(script.main, [*default, *out, *options])
+        _start.run(script.main, [*default, *options.split()])
     error = capsys.readouterr().err
-    assert error.startswith("train.py: error: ")
     assert error.count("\n") == 1
     assert re.search(message, error), error
     assert sorted(os.listdir()) == before
@@ -223,110 +213,79 @@ def test_other_tokenizers_train_too(kind, text, tmp_path):
     keras.saving.load_model(tmp_path / kind / "model.keras")
 
 
-@pytest.mark.slow
-def test_mixed_precision_trains_and_is_resumed(text, tmp_path):
-    run = tmp_path / "run"
-    train("--text", text, "--out", run, *SMALL, "--mixed-precision")
-    losses, _ = history(run)
+def forget_step_6(run):
     for path in (run / "checkpoints").glob("ckpt-6*"):
         path.unlink()
-    train("--out", run, "--resume", "--evaluate-every", 3)
-    assert history(run)[0] == losses
 
 
 @pytest.mark.slow
-def test_two_devices_have_the_losses_of_one(text, tmp_path):
-    # Without dropout, whose random numbers differ between devices.
-    options = ("--text", text, *SMALL, "--dropout", 0, "--steps", 4)
-    process = start("--out", tmp_path / "two", *options, "--strategy", "mirrored", "--devices", 2)
-    train("--out", tmp_path / "one", *options)
-    _, err = process.communicate(timeout=240)
-    assert process.returncode == 0, err
-    one, two = history(tmp_path / "one"), history(tmp_path / "two")
-    # Sums in another order, in float32, over four steps.
-    np.testing.assert_allclose(list(two[0].values()), list(one[0].values()), rtol=1e-5)
-    np.testing.assert_allclose(list(two[1].values()), list(one[1].values()), rtol=1e-5)
+def test_mixed_precision_trains_and_is_resumed(text, tmp_path):
+    train("--text", text, "--out", tmp_path, *SMALL, "--mixed-precision")
+    losses, _ = history(tmp_path)
+    forget_step_6(tmp_path)
+    train("--out", tmp_path, "--resume", "--evaluate-every", 3)
+    assert history(tmp_path)[0] == losses
 
 
-def free_ports(count):
-    sockets = [socket.socket() for _ in range(count)]
-    for number in sockets:
-        number.bind(("127.0.0.1", 0))
-    ports = [number.getsockname()[1] for number in sockets]
-    for number in sockets:
-        number.close()
-    return ports
+def assert_same_losses(one, two):
+    for found, expected in zip(history(one), history(two), strict=True):
+        # Sums in another order, in float32, over six steps.
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 def start_workers(*options):
-    workers = [f"127.0.0.1:{port}" for port in free_ports(2)]
-    return [
-        start(
-            *options,
-            "--strategy",
-            "multiworker",
-            env={
-                **os.environ,
-                "TF_CONFIG": json.dumps(
-                    {"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}}
-                ),
-            },
-        )
-        for index in range(2)
-    ]
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    workers = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
+    for one in sockets:
+        one.close()
+    tasks = [{"type": "worker", "index": index} for index in range(2)]
+    configs = [json.dumps({"cluster": {"worker": workers}, "task": task}) for task in tasks]
+    options += ("--strategy", "multiworker")
+    return [start(*options, env={**os.environ, "TF_CONFIG": config}) for config in configs]
 
 
 @pytest.mark.slow
-def test_two_workers_have_the_losses_of_one_write_once_and_are_resumed(text, tmp_path):
+def test_two_devices_and_two_workers_have_the_losses_of_one(text, tmp_path):
+    # Without dropout, whose random numbers differ between devices.
     options = ("--text", text, *SMALL, "--dropout", 0)
-    processes = start_workers("--out", tmp_path / "two", *options)
     train("--out", tmp_path / "one", *options)
-    for process in processes:
-        _, err = process.communicate(timeout=300)
-        assert process.returncode == 0, err
-    one = history(tmp_path / "one")[0]
-    np.testing.assert_allclose(
-        list(history(tmp_path / "two")[0].values()), list(one.values()), rtol=1e-5
-    )
-    for path in (tmp_path / "two" / "checkpoints").glob("ckpt-6*"):
-        path.unlink()
-    for process in start_workers("--out", tmp_path / "two", "--resume"):
-        _, err = process.communicate(timeout=300)
-        assert process.returncode == 0, err
-    np.testing.assert_allclose(
-        list(history(tmp_path / "two")[0].values()), list(one.values()), rtol=1e-5
-    )
+    ended(start("--out", tmp_path / "two", *options, "--strategy", "mirrored", "--devices", 2))
+    assert_same_losses(tmp_path / "two", tmp_path / "one")
+    for process in start_workers("--out", tmp_path / "workers", *options):
+        ended(process)
+    # Written once, and resumed.
+    assert_same_losses(tmp_path / "workers", tmp_path / "one")
+    forget_step_6(tmp_path / "workers")
+    for process in start_workers("--out", tmp_path / "workers", "--resume", "--evaluate-every", 3):
+        ended(process)
+    assert_same_losses(tmp_path / "workers", tmp_path / "one")
 
 
 @pytest.mark.slow
 def test_a_signal_to_one_worker_stops_both_at_the_same_step(text, tmp_path):
-    options = (*SMALL, "--steps", 100000)
-    processes = start_workers("--text", text, "--out", tmp_path / "run", *options)
-    wait_for(tmp_path / "run" / "checkpoints" / "checkpoint", processes[0])
+    processes = start_workers("--text", text, "--out", tmp_path, *SMALL, "--steps", 100000)
+    wait_for_a_checkpoint(tmp_path, processes[0])
     processes[1].send_signal(signal.SIGTERM)
     for process in processes:
-        _, err = process.communicate(timeout=300)
-        assert process.returncode == 128 + signal.SIGTERM, err
+        ended(process, 128 + signal.SIGTERM)
 
 
 @pytest.mark.slow
 def test_killed_again_and_again_at_random_steps_it_ends_as_the_uninterrupted_run(text, tmp_path):
-    options = (*SMALL, "--steps", 400, "--evaluate-every", 100, "--checkpoint-every", 5)
-    train("--text", text, "--out", tmp_path / "unbroken", *options)
-    run = tmp_path / "run"
-    draw = random.Random(1)
+    often = ("--evaluate-every", 100, "--checkpoint-every", 5)
+    options = ("--text", text, *SMALL, "--steps", 400, *often)
+    train("--out", tmp_path / "unbroken", *options)
+    run, draw = tmp_path / "run", random.Random(1)
     for attempt in range(6):
-        begin = ("--text", text, "--out", run, *options)
-        again = ("--out", run, "--resume", "--evaluate-every", 100, "--checkpoint-every", 5)
-        process = start(*(again if attempt else begin))
+        process = start("--out", run, *(("--resume", *often) if attempt else options))
         steps = sorted((run / "checkpoints").glob("*.index"))
-        wait_for(run / "checkpoints" / "checkpoint", process)
+        wait_for_a_checkpoint(run, process)
         while process.poll() is None and sorted((run / "checkpoints").glob("*.index")) == steps:
             time.sleep(0.01)
         time.sleep(draw.uniform(0.0, 0.3))
         process.kill()
         process.communicate()
-    train("--out", run, "--resume", "--evaluate-every", 100, "--checkpoint-every", 5)
+    train("--out", run, "--resume", *often)
     assert history(run) == history(tmp_path / "unbroken")
 
 
@@ -340,11 +299,8 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(size, text, tmp_path):
 
     run = tmp_path / "run"
     train("--text", text, "--out", run, *SMALL)
-    for path in (run / "checkpoints").glob("ckpt-6*"):
-        path.unlink()
-    process = start("--out", run, "--resume", "--checkpoint-every", 1, preexec_fn=limit)
-    _, err = process.communicate(timeout=240)
-    assert process.returncode == 2
+    forget_step_6(run)
+    _, err = ended(start("--out", run, "--resume", "--checkpoint-every", 1, preexec_fn=limit), 2)
     assert err.startswith("train.py: error: ")
     assert err.count("\n") == 1
     assert (run / "checkpoints" / "ckpt-4.index").exists()
