@@ -17,7 +17,9 @@ def _draw(*shape, seed=0):
 
 
 def _attention(**arguments):
-    layer = CausalSelfAttention(K, H, output_dim=D, use_bias=True, **arguments)
+    # Biases of zero would not be missed.
+    more = {"use_bias": True, "bias_initializer": "random_normal", **arguments}
+    layer = CausalSelfAttention(K, H, output_dim=D, **more)
     layer.build((B, T, D))
     return layer
 
