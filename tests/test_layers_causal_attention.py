@@ -6,6 +6,7 @@ import tensorflow as tf
 from keras import ops
 
 from keras_tinyattn import CausalSelfAttention, DecoderBlock
+from keras_tinyattn.layers import _window
 
 B, T, D, H, K = 2, 5, 6, 3, 4
 # Float32 sums of up to 12 terms of size 1, in another order.
@@ -17,7 +18,9 @@ def _draw(*shape, seed=0):
 
 
 def _attention(**arguments):
-    layer = CausalSelfAttention(K, H, output_dim=D, use_bias=True, **arguments)
+    # Biases of zero would not be missed.
+    more = {"use_bias": True, "bias_initializer": "random_normal", **arguments}
+    layer = CausalSelfAttention(K, H, output_dim=D, **more)
     layer.build((B, T, D))
     return layer
 
@@ -298,3 +301,12 @@ def test_strips_in_half_precision_are_as_near_as_whole_windows(dtype, on_every_p
         # A few units in the last place, of which one has 10 bits (7) of the largest value.
         largest = np.abs(tf.cast(whole, tf.float32)).max()
         assert difference < 4 * largest * (2**-10 if dtype == "mixed_float16" else 2**-7)
+
+
+def test_a_window_of_unknown_length_goes_by_blocks_from_the_threshold_on(monkeypatch):
+    monkeypatch.setattr(_window, "BLOCKWISE_FROM", 4)
+    monkeypatch.setattr(_window, "blockwise_attention", lambda queries, *_, **__: queries * np.nan)
+    layer = _attention()
+    run = tf.function(layer, input_signature=[tf.TensorSpec((None, None, D))], autograph=False)
+    by_blocks = [np.isnan(run(_draw(B, length, D))).all() for length in (1, 3, 4, 5)]
+    assert by_blocks == [False, False, True, True]

@@ -119,9 +119,9 @@ def test_cached_steps_give_the_logits_of_the_window(model, token_ids):
         np.testing.assert_allclose(logits, window[:, first:last], atol=1e-5)
 
 
-@pytest.mark.parametrize("length", [1, 3, T])
 @pytest.mark.parametrize(
-    ("policy", "tolerance"), [("float32", 1e-5), ("mixed_float16", 2e-2), ("mixed_bfloat16", 2e-1)]
+    ("policy", "tolerance", "length"),
+    [("float32", 1e-5, T), ("mixed_float16", 2e-2, 4), ("mixed_bfloat16", 2e-1, 1)],
 )
 def test_a_window_kept_in_a_cache_and_steps_from_it_give_the_logits_of_the_window(
     policy, tolerance, length, token_ids, on_every_path
@@ -169,6 +169,7 @@ def test_a_window_of_unknown_length_goes_densely_or_by_blocks_and_trains_alike(m
             for gradient in tape.gradient(loss, model.trainable_variables)
         ]
 
+    lengths.clear()  # Of what `build` asked.
     spec = [tf.TensorSpec((None, None), tf.int32)]
     unknown = tf.function(loss_and_gradients, input_signature=spec)
     for length in (3, T):
