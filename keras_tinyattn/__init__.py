@@ -1,6 +1,6 @@
 """Keras attention layers that show their work, and a small causal language model.
 
-The modules, in the order in which a prompt meets them.
+The modules, from the bottom up.
 """
 
 import importlib

@@ -2,11 +2,12 @@
 
     attention(Q, K, V) = softmax(Q K^T / sqrt(head_dim)) V
 
-One letter an axis, here and everywhere in the package:
+One letter per axis, here and everywhere in the package:
 
     B  batch                T  query positions     D  hidden_dim
     H  heads                S  key positions       K  head_dim
-    V  vocabulary_size
+    V  vocabulary_size     M  tokens of a stop
+    L  prompt and new tokens     N  new tokens
 
 Reference: Vaswani et al., "Attention Is All You Need", 2017, section 3.2.
 """
@@ -156,5 +157,5 @@ def at_least_float32(x):
 
 
 def _huge(dtype):
-    """Half the largest number: a score less this is zero after the softmax, and still finite."""
+    """Half the largest number: a score minus this is zero after the softmax, and still finite."""
     return 8.9e307 if backend.standardize_dtype(dtype) == "float64" else 1.7e38

@@ -14,7 +14,8 @@ class CausalLM(keras.Model):
     """Embedding, causal blocks and vocabulary projection, one after the other.
 
     Args:
-        embedding: a `TokenAndPositionEmbedding`.
+        embedding: a `TokenAndPositionEmbedding`, or a layer that is called as it is and has the same
+            sizes (and, for a tied projection, `token_embeddings`).
         blocks: list of causal layers that follow one protocol: `block(x)` for a window, `block(x,
             cache=entry)` for a window that is kept, `block(x, cache=entry, positions=step)` for a step,
             where `entry` is what `block.make_cache(batch_size, length)` made and `step.positions` the

@@ -49,7 +49,7 @@ SETTINGS = (
         0,
         lambda x: x >= 0,
         "an integer of at least 0, where 0 means all",
-        "samples among so many likeliest tokens; 0 for all",
+        "samples among this many of the likeliest tokens; 0 for all",
     ),
     Setting(
         "top_p",

@@ -107,6 +107,8 @@ def generate(options):
     settings = {
         setting.name: tf.constant([getattr(options, setting.name)], setting.dtype)
         for setting in SETTINGS
+        # An export takes the settings that it was made with.
+        if setting.name in signatures["sample"].structured_input_signature[1]
     }
     try:
         if options.xla:

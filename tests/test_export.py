@@ -27,12 +27,13 @@ from keras_tinyattn import (
     gpt,
     load_saved_model,
     next_token_loss,
+    sampling,
     signature_operations,
     stream,
     verify_saved_model,
 )
 from keras_tinyattn.__main__ import main as command
-from keras_tinyattn.export import _check_alone
+from keras_tinyattn.export import _check_alone, saving
 from keras_tinyattn.generation import graphs
 from keras_tinyattn.layers import _window
 
@@ -362,6 +363,14 @@ def test_a_setting_out_of_range_is_refused_by_every_signature_that_takes_it(byte
     ):
         with pytest.raises(tf.errors.InvalidArgumentError, match=f"{name} is out of range. Expected a"):
             byte_loaded.signatures[signature](**inputs)
+
+
+def test_an_export_takes_the_settings_that_it_was_made_with(loaded, monkeypatch):
+    later = sampling.SETTINGS[0]._replace(name="top_a")
+    monkeypatch.setattr(saving, "SETTINGS", (*sampling.SETTINGS, later))
+    assert loaded.generate("The cat sat", 3)["text"] == [b"The cat sat bites bites bites"]
+    with pytest.raises(TypeError, match=r"no setting 'top_a'\. Expected settings among temperature, "):
+        loaded.generate("The cat sat", 3, top_a=0.5)
 
 
 def test_prefill_step_and_sample_walk_like_generate_ids(byte_loaded):

@@ -97,8 +97,8 @@ def run_in_session(session, signature, inputs):
 def walk(call, inputs, count):
     """The first new tokens of the first row, as a client gets them that calls each step itself."""
     row = {name: value[:1] for name, value in inputs.items()}
-    settings = {name: row[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
     prompt = {name: row.pop(name) for name in ("prompt_ids", "prompt_length")}
+    settings = {name: value for name, value in row.items() if name not in ("max_new_tokens", "stop_id")}
     position, tokens, logprobs = int(prompt["prompt_length"][0]), [], []
     outputs = call("prefill", prompt)
     for index in range(count):

@@ -10,8 +10,8 @@ import tensorflow as tf
 from keras_tinyattn._boundary import value_errors
 from keras_tinyattn.export import card
 from keras_tinyattn.export.signatures import Signatures
-from keras_tinyattn.generation.request import ROW_SETTINGS
-from keras_tinyattn.sampling import SamplingSettings
+from keras_tinyattn.generation.request import check_names
+from keras_tinyattn.sampling import SETTINGS
 
 __all__ = ["LoadedModel", "export_saved_model", "load_saved_model"]
 
@@ -106,8 +106,12 @@ class LoadedModel:
             ValueError: if a prompt or a setting is refused.
         """
         texts = tf.constant([prompts] if isinstance(prompts, str) else list(prompts), tf.string)
-        settings = {**SamplingSettings(**settings)._asdict(), "max_new_tokens": max_new_tokens}
-        dtypes = {setting.name: setting.dtype for setting in ROW_SETTINGS}
+        # An export takes the settings that it was made with.
+        inputs = self.signatures["generate"].structured_input_signature[1]
+        known = [setting for setting in SETTINGS if setting.name in inputs]
+        check_names(settings, known)
+        values = {setting.name: settings.get(setting.name, setting.default) for setting in known}
+        values |= {"max_new_tokens": max_new_tokens, "stop": stop}
 
         def per_row(value, dtype):
             return tf.broadcast_to(tf.constant(value, dtype), tf.shape(texts))
@@ -115,8 +119,7 @@ class LoadedModel:
         return self._call(
             "generate_xla" if jit_compile else "generate",
             prompt=texts,
-            **{name: per_row(value, dtypes[name]) for name, value in settings.items()},
-            stop=per_row(stop, tf.string),
+            **{name: per_row(value, inputs[name].dtype) for name, value in values.items()},
         )
 
     def score(self, texts):

@@ -208,7 +208,7 @@ class Signatures(tf.Module):
         return run(prompt_ids, prompt_length, settings, tf.constant(self.tokenizer.pad_id))
 
     def _stop_ids(self, stop):
-        """Stop texts as (B, 8) ids, -1 in front, and how many there are; "" is the tokenizer's own."""
+        """Stop texts as (B, M) ids, -1 in front, and how many there are; "" is the tokenizer's own."""
         width = MAX_STOP_TOKENS
         ids, length = self._shared.tokenize(stop)
         end_id = self.tokenizer.end_id

@@ -80,19 +80,19 @@ def window_graph(model, attention_scores=False, compiled=False):
     Args:
         model: the model.
         attention_scores: whether the weights are wanted.
-        compiled: whether a compiled function calls it, while that is traced. A condition or loop that
-            was traced elsewhere is one that a session takes apart, into operations unknown to XLA.
+        compiled: whether the caller is compiled by XLA. It then gets a graph of its own: a session
+            would turn a condition that was traced elsewhere into operations unknown to XLA.
     """
     # Windows too short to go by blocks make their weights anyway: one graph is enough, and it needs no
     # condition on the length.
-    makes_weights = model.sequence_length < BLOCKWISE_FROM and all(map(_goes_densely, model.blocks))
+    makes_weights = model.sequence_length < BLOCKWISE_FROM and all(map(_makes_weights, model.blocks))
     attention_scores = attention_scores or makes_weights
 
-    def read(model, parameters, token_ids):
+    def run_window(model, parameters, token_ids):
         rows, width = tf.unstack(tf.shape(token_ids))
         token_ids = tf.clip_by_value(token_ids, 0, model.vocabulary_size - 1)
         cache = model.make_cache(rows, width)
-        # As a step with a cache, also a layer that insists on blocks for its windows makes weights.
+        # In a cached step even a layer with `blockwise=True` makes its weights.
         positions = tf.range(width) if attention_scores and not makes_weights else None
         logits, *weights, cache = _forward(
             model, parameters, token_ids, positions, cache, attention_scores
@@ -102,10 +102,10 @@ def window_graph(model, attention_scores=False, compiled=False):
     ids = tf.TensorSpec((None, None), tf.int32)
     # Without a condition in it, one graph serves compiled functions too.
     name = ("window", attention_scores, compiled and not makes_weights)
-    return graph(model, name, read, (parameters_spec(model), ids))
+    return graph(model, name, run_window, (parameters_spec(model), ids))
 
 
-def _goes_densely(block):
+def _makes_weights(block):
     """Whether a block of ours makes its weights in a short window: unless it insists on blocks."""
     attention = getattr(block, "attention", block)
     ours = type(block) in (DecoderBlock, CausalSelfAttention)

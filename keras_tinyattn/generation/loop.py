@@ -29,8 +29,8 @@ from keras_tinyattn.generation.request import (
 )
 from keras_tinyattn.layers.cache import as_in_place
 
-# Positions from which the cache of a compiled loop grows, in three leaps: with fewer, a further loop
-# takes longer to compile than it saves.
+# Positions from which the cache of a compiled loop grows, to three lengths one after the other: with
+# fewer, a further loop takes longer to compile than it saves.
 GROW_FROM = 256
 
 
@@ -43,9 +43,9 @@ def request_graph(model, jit_compile):
             prompt_ids, prompt_lengths, settings, model.vocabulary_size, model.sequence_length
         )
         budget = _budget(model, prompt_lengths, settings)
-        run = _run_compiled if jit_compile else _run_plain
-        state = run(model, prompt_ids, prompt_lengths, settings, budget)
-        return _assemble(prompt_ids, prompt_lengths, *state, pad_id)
+        make_steps = _run_compiled if jit_compile else _run_plain
+        new = make_steps(model, prompt_ids, prompt_lengths, settings, budget)
+        return _assemble(prompt_ids, prompt_lengths, *new, pad_id)
 
     return graph(model, ("request", bool(jit_compile)), run, request_spec())
 
@@ -53,7 +53,7 @@ def request_graph(model, jit_compile):
 def _run_plain(model, prompt_ids, prompt_lengths, settings, budget):
     prompt_ids = prompt_ids[:, : _largest(prompt_lengths, 1)]
     cache_lengths = [_largest(prompt_lengths + budget, 0)]
-    return _run(model, prompt_ids, prompt_lengths, settings, budget, cache_lengths, in_place=True)
+    return _run(model, prompt_ids, prompt_lengths, settings, budget, cache_lengths, compiled=False)
 
 
 def _run_compiled(model, prompt_ids, prompt_lengths, settings, budget):
@@ -73,23 +73,21 @@ def _run_compiled(model, prompt_ids, prompt_lengths, settings, budget):
     cache_lengths = [slots // 4, slots // 2, slots] if slots >= GROW_FROM else [slots]
 
     def run(model, *arguments):
-        return _run(model, *arguments, cache_lengths, in_place=False)
+        return _run(model, *arguments, cache_lengths, compiled=True)
 
     ids, row, settings_spec, _ = request_spec()
     signature = (ids, row, settings_spec, row)
-    state = graph(model, "compiled", run, signature, jit_compile=True)(*arguments)
-    return [x[:rows] for x in state]
+    new = graph(model, "compiled", run, signature, jit_compile=True)(*arguments)
+    return [x[:rows] for x in new]
 
 
-def _run(model, prompt_ids, prompt_lengths, settings, budget, cache_lengths, in_place):
+def _run(model, prompt_ids, prompt_lengths, settings, budget, cache_lengths, compiled):
     """All the steps of a batch: new ids (B, N), their log-probabilities, counts, and who stopped."""
     parameters = read_parameters(model)
-    state = _prefill(
-        model, parameters, prompt_ids, prompt_lengths, settings, budget, compiled=not in_place
-    )
+    state = _prefill(model, parameters, prompt_ids, prompt_lengths, settings, budget, compiled)
     for cache_length in cache_lengths:
         cache_length = tf.maximum(cache_length, tf.shape(prompt_ids)[1])
-        state = _loop_graph(model, in_place)(parameters, state, settings, cache_length)
+        state = _loop_graph(model, compiled)(parameters, state, settings, cache_length)
     return (
         tf.transpose(state.new_ids),
         tf.transpose(state.new_logprobs),
@@ -132,15 +130,15 @@ def _state_spec(model):
     )
 
 
-def _loop_graph(model, in_place):
+def _loop_graph(model, compiled):
     """Steps until every row is done or one has come to the end of the cache, which grows first."""
 
     def loop(model, parameters, state, settings, cache_length):
         cache = grow_cache(model, state.cache, cache_length)
         state = tf.while_loop(
             lambda *state: _goes_on(State(*state), cache_length),
-            lambda *state: _step(model, parameters, State(*state), settings, in_place),
-            state._replace(cache=as_in_place(cache) if in_place else cache),
+            lambda *state: _step(model, parameters, State(*state), settings, in_place=not compiled),
+            state._replace(cache=cache if compiled else as_in_place(cache)),
             parallel_iterations=1,
         )
         return State(*state)
@@ -151,7 +149,7 @@ def _loop_graph(model, in_place):
         request_spec()[2],
         tf.TensorSpec((), tf.int32),
     )
-    return graph(model, ("loop", in_place), loop, signature)
+    return graph(model, ("loop", compiled), loop, signature)
 
 
 def _goes_on(state, cache_length):
@@ -161,7 +159,7 @@ def _goes_on(state, cache_length):
 def _prefill(model, parameters, prompt_ids, prompt_lengths, settings, budget, compiled=False):
     """Fill the cache with the prompts; the newest token of a row is the last of its prompt."""
     rows, slots = tf.shape(prompt_ids)[0], model.sequence_length
-    # The logits are not used, so the compiler drops them: the first step computes those of the last
+    # The logits are not used, and not computed: the first step computes those of the last
     # prompt token again, by the same code as all other steps.
     _, _, cache = window_graph(model, compiled=compiled)(parameters, prompt_ids)
     last = prompt_lengths - 1
@@ -173,7 +171,7 @@ def _prefill(model, parameters, prompt_ids, prompt_lengths, settings, budget, co
         count=tf.zeros_like(budget),
         done=budget == 0,
         stopped=tf.zeros_like(budget, tf.bool),
-        recent=tf.fill(tf.shape(settings.stop), -2),
+        recent=tf.fill(tf.shape(settings.stop), -2),  # which no stop matches
         new_ids=tf.zeros((slots, rows), tf.int32),
         new_logprobs=tf.zeros((slots, rows), tf.float32),
         cache=cache,
@@ -277,7 +275,7 @@ def stepwise_graphs(model):
 
 
 def _largest(numbers, least):
-    """The largest of them, and at least so many, even of none."""
+    """The largest of them, or `least` if that is larger or there are none."""
     return tf.maximum(tf.reduce_max(numbers), least)
 
 

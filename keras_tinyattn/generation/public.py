@@ -15,9 +15,9 @@ def generate(model, token_ids, max_new_tokens, *, stop=None, pad_id=0, jit_compi
         token_ids: one prompt, a list of ids; or a list of prompts, which may differ in length.
         max_new_tokens: how many tokens to add at most; a prompt with less room before the last position
             gets what there is.
-        stop: a token id, or a list of up to 8 ids that end a continuation together; a list of those
-            (or None) for one a prompt. It counts among new tokens only.
-        pad_id: the id that fills up a row behind its end.
+        stop: a token id, or a list of up to 8 ids that end a continuation together; or a list with one
+            of these, or None, per prompt. Only new tokens are searched for it.
+        pad_id: the id that fills each row after its end.
         jit_compile: whether XLA compiles the loop: slower at the first call, faster after.
         **settings: how tokens are sampled, by the names of `sampling.SETTINGS`: `temperature` (0, the
             default, is greedy), `top_k`, `top_p`, `min_p`, `seed`.
@@ -41,9 +41,9 @@ def generate(model, token_ids, max_new_tokens, *, stop=None, pad_id=0, jit_compi
     settings = make_settings(len(lengths), max_new_tokens, stop, settings)
     with value_errors():
         result = request_graph(model, jit_compile)(prompts, lengths, settings, tf.constant(pad_id))
-    result = [array.numpy() for array in result]
-    result[3] = result[3].astype(str)
-    return Generation(*(array[0] for array in result) if single else result)
+    result = Generation(*(array.numpy() for array in result))
+    result = result._replace(finish_reasons=result.finish_reasons.astype(str))
+    return Generation(*(array[0] for array in result)) if single else result
 
 
 def stream(model, token_ids, max_new_tokens, *, stop=None, **settings):

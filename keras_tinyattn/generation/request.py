@@ -19,7 +19,7 @@ ROW_SETTINGS = (
         None,
         lambda x: x >= 0,
         "an integer of at least 0",
-        "adds at most so many tokens",
+        "adds at most this many tokens",
     ),
     *SETTINGS,
 )
@@ -38,7 +38,7 @@ class Generation(NamedTuple):
 
 
 def sampling_settings(settings):
-    """The `Settings` that `sample` takes, by name."""
+    """The fields of `Settings` that `sample` takes, by name."""
     return {name: getattr(settings, name) for name in SamplingSettings._fields}
 
 
@@ -121,7 +121,7 @@ def check_settings(settings):
     autograph=False,
 )
 def check_sampling(settings):
-    """`check_settings` of `SamplingSettings`."""
+    """`check_settings` as one function in a graph, for `SamplingSettings`."""
     return SamplingSettings(**check_settings(settings._asdict()))
 
 
@@ -164,19 +164,28 @@ def make_prompts(token_ids, pad_id):
     return tf.constant(prompts), tf.constant(lengths), single
 
 
+def check_names(given, known):
+    """Refuse settings by names that are not among the known ones.
+
+    Raises:
+        TypeError: if there is no setting of a name.
+    """
+    names = [setting.name for setting in known]
+    unknown = sorted(set(given) - set(names))
+    if unknown:
+        raise TypeError(
+            f"There is no setting {unknown[0]!r}. Expected settings among {', '.join(names)}."
+        )
+
+
 def make_settings(rows, max_new_tokens, stop, settings):
-    """`Settings` of so many rows from Python values, each one for all rows or one per row.
+    """`Settings` of `rows` rows from Python values, each one for all rows or one per row.
 
     Raises:
         TypeError: if there is no setting of a name.
         ValueError: if a value is of another type or number, or does not fit its dtype.
     """
-    unknown = sorted(set(settings) - set(SamplingSettings._fields))
-    if unknown:
-        raise TypeError(
-            f"There is no setting {unknown[0]!r}. "
-            f"Expected settings among {', '.join(SamplingSettings._fields)}."
-        )
+    check_names(settings, SETTINGS)
     settings = {"max_new_tokens": max_new_tokens, **SamplingSettings(**settings)._asdict()}
     dtypes = {setting.name: setting.dtype for setting in ROW_SETTINGS}
     values = [_per_row(name, value, dtypes[name], rows) for name, value in settings.items()]
@@ -187,9 +196,9 @@ def _per_row(name, value, dtype, rows):
     value = np.asarray(value)
     integers = dtype == "int32"
     if value.shape not in ((), (rows,)) or (integers and not np.issubdtype(value.dtype, np.integer)):
-        kind = "integer" if integers else "number"
+        kind = "an integer" if integers else "a number"
         raise ValueError(
-            f"{name} is one for all prompts or one per prompt. Expected an {kind} or {rows} of them. "
+            f"{name} is one for all prompts or one per prompt. Expected {kind} or {rows} of them. "
             f"Received: {value.tolist()}."
         )
     if integers and not np.all((value >= -(2**31)) & (value < 2**31)):
@@ -201,7 +210,7 @@ def _per_row(name, value, dtype, rows):
 
 
 def _stop_rows(stop, rows):
-    """Stops as (B, 8) ids, -1 in front."""
+    """Stops as (B, M) ids, -1 in front."""
     per_row = isinstance(stop, (list, tuple)) and any(
         part is None or np.ndim(part) > 0 for part in stop
     )

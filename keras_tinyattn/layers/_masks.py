@@ -68,7 +68,7 @@ def hide_masked(inputs, mask, attention_mask, num_heads, causal):
 
 
 def window_mask(length, padding, attention_mask, causal):
-    """All masks of a window of so many tokens in one, or None: `(B, H, T, T)` or broadcast to it."""
+    """All masks of a window of `length` tokens in one, or None: `(B, H, T, T)` or broadcast to it."""
     joined = None
     if causal:
         positions = ops.arange(length)

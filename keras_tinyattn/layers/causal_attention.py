@@ -117,7 +117,7 @@ class CausalSelfAttention(ScaledSelfAttention):
         return KeyValueCache(zeros, ops.zeros(shape, self.compute_dtype))
 
     def graph_key(self):
-        """As in `ScaledSelfAttention`."""
+        """The same, said again: `declares_graph_key` does not trust an inherited one."""
         return super().graph_key()
 
     def _check_cache_shape(self, inputs, cache):
