@@ -36,6 +36,12 @@ def test_every_file_that_the_readme_names_is_there():
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
+def test_the_mutation_of_the_readme_changes_a_line():
+    ((old, new, file),) = re.findall(r"sed -i 's/(.*)/(.*)/' (\S+)", TEXT)
+    assert old != new
+    assert (ROOT / file).read_text(encoding="utf-8").count(old) == 1
+
+
 def test_the_tree_has_every_module_in_the_order_of_the_package():
     tree = TEXT.partition("```\nkeras_tinyattn/\n")[2]
     package = tree.partition("scripts/")[0].splitlines()
