@@ -133,11 +133,10 @@ def test_what_it_says_of_its_prompt_is_true(default):
         "bites 7 10.4641 61.12% furry 12 8.3176 7.15% dog 6 8.0493 5.46% friendly 13",
         "The cat sat bites -> bites (60.9%)",
         "2 (4,) (4, 8) (4, 8) (4, 4) (4, 20) (20,) bites",
-        "The ids are [1, 2, 3, 7, 7, 7]. model.generate, the same loop in one graph",
-        "keeps the keys and values of what it has read, gives [1, 2, 3, 7, 7, 7].",
+        "The ids are [1, 2, 3, 7, 7, 7]. model.generate, the same loop in one graph, which keeps the "
+        "keys and values of what it has read, gives [1, 2, 3, 7, 7, 7].",
         "The cat 1.15% 4.4612 cat sat 3.06% 3.4853 sat on 2.44% 3.7120",
-        "Loss 3.8862. That is worse than guessing",
-        "with all words equally likely it is ln 20 = 2.9957.",
+        "Loss 3.8862. That is worse than guessing: with all words equally likely it is ln 20 = 2.9957.",
     ):
         assert sentence in text
 

@@ -57,6 +57,7 @@ REFUSED = [
     ("18 19", "--top-p must be above 0 and up to 1, but 1.5 was received.", "--top-p=1.5"),
     ("train", "--learning-rate must be a finite number of at least 0, but nan", "--learning-rate=nan"),
     ("train", "TF_CONFIG, which is not set", "--strategy=multiworker"),
+    ("check_gpu", "does not see GPU:77 on this machine, but CPU:0", "--device=GPU:77"),
     ("generate", "--model names an existing one", "--model=a", "--out=b"),
     ("benchmark", "--threads must be 1 or more, but 0 was received.", "layer", "--threads=0"),
     ("benchmark", "--seconds must be 0 or more, but -1.0 was received.", "train", "--seconds=-1"),
