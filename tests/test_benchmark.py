@@ -89,7 +89,7 @@ def test_a_run_measures_every_column_and_prints_its_numbers(name, fakes, tmp_pat
     numbers = json.loads((tmp_path / "n.json").read_text())
     assert (tmp_path / "n.png").read_bytes().startswith(b"\x89PNG")
     assert "…" not in printed
-    assert max(map(len, printed.splitlines())) <= max(80, len(f"Picture: {tmp_path}/n.png"))
+    assert max(map(len, printed.splitlines())) <= max(80, len(f"Numbers: {tmp_path}/n.json"))
     assert (numbers["machine"]["threads"], numbers["left_out"]) == (1, [])
     for title, size in BENCHMARKS[name].quick.items():
         rows = {row["column"]: row for row in numbers["results"] if row["table"] == title}

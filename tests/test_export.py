@@ -612,14 +612,9 @@ def test_what_goes_by_blocks_is_exported_alike_compiled_and_in_a_session(tmp_pat
         assert expected.new_logprobs[row] == pytest.approx(logprobs, abs=1e-4)
     assert expected.new_logprobs.max() < -0.01  # Where all were certain, nothing would differ.
     for name in ("generate", "generate_xla"):
-        for outputs in (
-            loaded.signatures[name](**inputs),
-            _check_alone.run_in_session(session, definitions[name], inputs),
-        ):
-            assert np.array_equal(outputs["token_ids"], expected.token_ids), name
-            assert np.array(outputs["new_logprobs"]) == pytest.approx(
-                expected.new_logprobs, abs=1e-4
-            ), name
+        outputs = _check_alone.run_in_session(session, definitions[name], inputs)
+        assert np.array_equal(outputs["token_ids"], expected.token_ids), name
+        assert outputs["new_logprobs"] == pytest.approx(expected.new_logprobs, abs=1e-4), name
     session.close()
     model.blocks[1].attention.blockwise = False
     _, weights = model(np.array([list(b"four")]), return_attention_scores=True)

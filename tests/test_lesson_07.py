@@ -142,6 +142,7 @@ def test_without_training_it_does_not_claim_to_find_the_place(untrained):
     assert "It finds the place" not in untrained.text
 
 
+@pytest.mark.slow
 def test_another_process_shows_the_same_page_and_another_seed_another(untrained, run_lesson):
     command = [sys.executable, lesson.__file__, "--epochs", "0", "--seed", "5"]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -128,6 +128,7 @@ def wait_for_a_checkpoint(run, process, seconds=240):
     assert path.exists(), process.communicate()
 
 
+@pytest.mark.slow
 def test_term_saves_a_checkpoint_and_says_how_to_continue(text, tmp_path):
     run = tmp_path / "run"
     options = (*SMALL, "--steps", 100000, "--evaluate-every", 100000)
