@@ -91,3 +91,13 @@ def test_a_row_without_a_key_has_zero_weights_and_zero_gradient(dtype):
     gradient = ops.cast(tape.gradient(loss, scores), "float32")
     np.testing.assert_array_equal(gradient[0], [0.0, 0.0])
     assert float(gradient[1, 0]) < 0 < float(gradient[1, 1])
+
+
+@pytest.mark.parametrize("keys_first", [False, True])
+def test_attend_divides_by_the_root_of_the_width_of_a_head(keys_first):
+    # Q K^T = 2 and 0, divided by sqrt(4): e^1 / (e^1 + e^0).
+    queries = ops.array([[2.0, 0.0, 0.0, 0.0]])
+    keys = ops.array([[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]])
+    attended, weights = functional.attend(queries, keys, 3 * keys, keys_first=keys_first)
+    np.testing.assert_allclose(weights, [[0.7310586, 0.26894143]], rtol=1e-6)
+    np.testing.assert_allclose(attended, [[3 * 0.7310586, 3 * 0.26894143, 0, 0]], rtol=1e-6)
