@@ -35,6 +35,15 @@ def _built(layer, shape=(B, T, D)):
     return layer
 
 
+def _whole(function, *inputs):
+    """What a function of tensors returns; compiled whole by JAX, which compiles each operation else."""
+    if keras.backend.backend() == "tensorflow":
+        return function(*inputs)
+    import jax
+
+    return jax.jit(function)(*inputs)
+
+
 def _gradients(layer, loss):
     """Of `loss()`, with respect to the weights of the layer."""
     variables = layer.trainable_variables
@@ -70,18 +79,22 @@ def numbers():
     for cls in (ScaledSelfAttention, CausalSelfAttention):
         layer, blocks = _built(cls(**attention)), _built(cls(**attention, blockwise=True))
         name = cls.__name__
-        found[name], found[f"{name}, weights"] = layer(x, mask=MASK, return_attention_scores=True)
-        found[f"{name}, blockwise"] = blocks(x, mask=MASK)
+        found[name], found[f"{name}, weights"] = _whole(
+            lambda x, layer=layer: layer(x, mask=MASK, return_attention_scores=True), x
+        )
+        found[f"{name}, blockwise"] = _whole(lambda x, blocks=blocks: blocks(x, mask=MASK), x)
     gradients = _gradients(blocks, lambda: ops.sum(ops.square(blocks(x, mask=MASK))))
     for variable, gradient in zip(blocks.trainable_variables, gradients, strict=True):
         found[f"gradient of {variable.name}"] = gradient
-    found["by strips"] = layer(ops.convert_to_tensor(_draw(1, 130, D)))
+    found["by strips"] = _whole(layer, ops.convert_to_tensor(_draw(1, 130, D)))
     embedding = _built(TokenAndPositionEmbedding(V, T, D), (B, T))
-    found["embedding of ids out of range"] = embedding(np.array([[V, 3, -1]]))
+    found["embedding of ids out of range"] = _whole(embedding, np.array([[V, 3, -1]]))
     model = _built(gpt(V, T, D, H, num_layers=1), (B, T))
     ids = ops.convert_to_tensor(np.random.default_rng(0).integers(0, V, (B, T)), "int32")
-    found["window"] = model(ids)
-    found["window in a cache, and steps"] = _steps(model, ids, kept=T - 2)
+    found["window"] = _whole(model, ids)
+    found["window in a cache, and steps"] = _whole(
+        lambda ids: _steps(model, ids, kept=T - 2), ids
+    )
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.SGD(0.1), loss)
     found["losses of fit"] = model.fit(ids, ids, epochs=3, verbose=0).history["loss"]
