@@ -92,9 +92,7 @@ def numbers():
     model = _built(gpt(V, T, D, H, num_layers=1), (B, T))
     ids = ops.convert_to_tensor(np.random.default_rng(0).integers(0, V, (B, T)), "int32")
     found["window"] = _whole(model, ids)
-    found["window in a cache, and steps"] = _whole(
-        lambda ids: _steps(model, ids, kept=T - 2), ids
-    )
+    found["window in a cache, and steps"] = _whole(lambda ids: _steps(model, ids, kept=T - 2), ids)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.SGD(0.1), loss)
     found["losses of fit"] = model.fit(ids, ids, epochs=3, verbose=0).history["loss"]
