@@ -688,9 +688,7 @@ def test_a_state_that_is_not_finite_is_not_saved(tmp_path):
     model, optimizer = fresh(dropout=0.0)
     checkpoints = training.Checkpoints(tmp_path, model, optimizer)
     model.embedding.token_embeddings.assign(np.full((V, D), math.inf))
-    with pytest.raises(
-        ValueError, match=r"diverged by step 0\. .* NaN or infinity in \S*token_emb"
-    ):
+    with pytest.raises(ValueError, match=r"diverged by step 0\. .* NaN or infinity in \S*token_emb"):
         checkpoints.save()
     assert list(tmp_path.iterdir()) == []
 

@@ -64,7 +64,7 @@ class Checkpoints:
                 raise ValueError(
                     f"Training diverged by step {steps_taken(self.optimizer)}. "
                     f"Expected finite variables. Received: NaN or infinity in {variable.path}. "
-                    "Nothing is saved of it. Use a smaller learning rate, a longer warm-up, or clip the gradient."
+                    "It is not saved. Use a smaller learning rate or a longer warm-up."
                 )
 
     def save(self):
