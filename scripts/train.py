@@ -277,7 +277,8 @@ def check_options(options, settings):
     for name, value in {**settings, "devices": options.devices}.items():
         # The seed has a range of its own, and no warm-up is fine.
         if type(value) is int and name not in ("seed", "warmup_steps"):
-            check_count(f"--{name.replace('_', '-')}", value, 1, 2**31 - 1)
+            check_count(f"--{name.replace('_', '-')}", value, at_least=1)
+            check_count(f"--{name.replace('_', '-')}", value, at_most=2**31 - 1)
     for name in ("learning_rate", "final_share", "weight_decay", "beta_2", "clip_norm"):
         if not 0 <= settings[name] < math.inf:
             raise ValueError(
