@@ -1,7 +1,8 @@
-"""The devices of a training run, on one machine or several, and how they stop together."""
+"""The devices of a training run, on one machine or several: how they stop together, why they fail."""
 
 import contextlib
 import os
+import re
 import signal
 
 import tensorflow as tf
@@ -61,3 +62,21 @@ def make_largest(strategy):
         return strategy.experimental_local_results(strategy.run(on_device, (number,)))[0]
 
     return lambda number: int(largest(tf.constant(number)))
+
+
+def why_it_failed(error):
+    """A sentence for the user about an error of TensorFlow, or a lack of memory."""
+    message = str(error)
+    if isinstance(error, MemoryError) or re.search("OOM|out of memory", message, re.IGNORECASE):
+        wanted = re.search(r"shape\[[\d,]+\] and type \w+|allocate [\d.]+ ?\w+", message)
+        wanted = f" ({wanted.group()})" if wanted else ""
+        return f"Memory ran out{wanted}. A smaller batch, model or window needs less."
+    if isinstance(error, tf.errors.UnavailableError) or "Collective ops is aborted" in message:
+        worker = re.search(r"/job:worker/replica:\d+/task:(\d+) while calling", message)
+        worker = f"Worker {worker.group(1)}" if worker else "Another worker"
+        return f"{worker} does not answer: it was killed, or it failed and says why itself."
+    # The operation, its place in the code and a traceback surround the reason.
+    message = re.sub(r"\{\{.*?\}\}|\[Op:.*?\]", "", message)
+    around = re.compile(r'\s*(Graph execution error|Detected at node|File "|$)')
+    reasons = [line.strip() for line in message.splitlines() if not around.match(line)]
+    return f"TensorFlow failed: {(reasons or [type(error).__name__])[0].rstrip('.:')}."

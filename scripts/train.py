@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import math
 import os
-import re
 import sys
 import time
 from pathlib import Path
@@ -30,7 +29,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 with quiet_imports():
     import keras
     import tensorflow as tf
-    from _workers import make_largest, make_strategy, watched_signals
+    from _workers import make_largest, make_strategy, watched_signals, why_it_failed
 
     import keras_tinyattn
     from keras_tinyattn import ByteTokenizer, CharTokenizer, WordTokenizer, training
@@ -45,40 +44,37 @@ LOG_EVERY = 10  # steps
 
 
 def main(argv=None):
-    options, settings = parse_arguments(argv)
+    options, settings, directory = parse_arguments(argv)
     # Devices are configured before anything else touches TensorFlow.
     strategy = make_strategy(options.strategy, options.devices)
     try:
-        train(options, settings, strategy)
-    except tf.errors.OpError as error:
-        # The operation and its place in the graph surround the reason.
-        reason = re.sub(r"\{\{.*?\}\}|\[Op:.*?\]", "", error.message or type(error).__name__)
-        raise OSError(
-            f"TensorFlow failed: {reason.strip().splitlines()[0]}. The checkpoints saved before are "
-            "complete; continue with --resume."
-        ) from error
+        with contextlib.ExitStack() as until_it_ends:
+            train(options, settings, directory, strategy, until_it_ends)
+    except (tf.errors.OpError, MemoryError) as error:
+        saved = "The checkpoints saved before are complete; continue with --resume."
+        saved = saved if directory.saved() else "No checkpoint was saved."
+        raise OSError(f"{why_it_failed(error)} {saved}") from error
 
 
-def train(options, settings, strategy):
+def train(options, settings, directory, strategy, until_it_ends):
     """One run, from its options to its end or to the signal that stops it."""
     # Of several workers one writes and prints; all of them compute.
     chief = strategy is None or getattr(strategy.cluster_resolver, "task_id", None) in (None, 0)
     output = console()
     output.quiet = not chief
-    directory = RunDirectory(options.out or Path("saved_models") / Path(settings["text"]).stem)
-    if options.resume:
-        settings = directory.settings()
     text = read_text(settings["text"])
     if options.resume:
-        directory.check_text(settings, text)
+        directory.check_text(settings["text"], text)
     tokenizer = TOKENIZERS[settings["tokenizer"]](text)
     token_ids = tokenizer.encode(text)
     train_ids, validation_ids = training.split_token_ids(token_ids, settings["validation_share"])
-    prompt = tokenizer.encode(options.prompt) if options.prompt else token_ids[:1]
+    prompt = tokenizer.encode(settings["prompt"]) if settings["prompt"] else token_ids[:1]
     check_lengths(train_ids, prompt, settings["sequence_length"])
     model, optimizer = make_model(settings, tokenizer.vocabulary_size, strategy)
-    if chief and not options.resume:
-        directory.create(settings, text, tokenizer)
+    if chief:
+        until_it_ends.enter_context(directory.lock())
+        if not options.resume:
+            directory.create(settings, text, tokenizer)
     checkpoints = training.Checkpoints(directory.checkpoints, model, optimizer)
     first = checkpoints.restore()
     history = directory.history(first) if chief else History(os.devnull)
@@ -91,9 +87,9 @@ def train(options, settings, strategy):
     )
     every = {
         "log": LOG_EVERY,
-        "evaluate": options.evaluate_every or max(1, settings["steps"] // 10),
-        "sample": options.sample_every,
-        "checkpoint": options.checkpoint_every or max(1, settings["steps"] // 20),
+        "evaluate": settings["evaluate_every"],
+        "sample": settings["sample_every"],
+        "checkpoint": settings["checkpoint_every"],
     }
     stopped = 0
     wall, cpu = time.perf_counter(), time.process_time()
@@ -124,6 +120,8 @@ def train(options, settings, strategy):
             # A worker that stopped alone would leave the others waiting for its gradients.
             stopped = 0 if last else largest(signals[0] if signals else 0)
             due = [name for name, count in every.items() if count and (last or taken % count == 0)]
+            if stopped or {*due} - {"log"}:
+                checkpoints.check_finite()  # By all workers, so that all of them end.
             if chief:
                 show(taken, history.recent_loss())
                 if "log" in due:
@@ -134,7 +132,8 @@ def train(options, settings, strategy):
                     if history.last_is_best():
                         directory.save_model(model)
                 if "sample" in due:
-                    sampled = model.generate(prompt, options.sample_tokens, temperature=0.8, seed=taken)
+                    length = settings["sample_tokens"]
+                    sampled = model.generate(prompt, length, temperature=0.8, seed=taken)
                     sampled = tokenizer.decode(sampled.token_ids[: sampled.lengths])
                     output.print(f"Step {taken:,} writes {sampled!r}", markup=False, soft_wrap=True)
                     log("text", "sample", tf.constant([sampled]), taken)
@@ -180,6 +179,8 @@ def finish(options, settings, directory, history, output, stopped, first, wall, 
             f"Stopped at step {taken:,} of {settings['steps']:,}; a checkpoint is saved. "
             f"Continue with: python {sys.argv[0]} --out {directory.path} --resume"
         )
+    elif history.evaluations and not history.best():
+        last = "No evaluation had a finite loss, so no model is kept."
     elif history.evaluations:
         step, loss = history.best()
         last = (
@@ -192,8 +193,8 @@ def finish(options, settings, directory, history, output, stopped, first, wall, 
 
 
 def parse_arguments(argv):
-    """The options, and the settings: a dictionary of those options that decide the run's numbers."""
-    deciding = argparse.ArgumentParser(add_help=False)
+    """The options, those that a run keeps as a dictionary of its settings, and its directory."""
+    deciding = argparse.ArgumentParser(add_help=False)  # They decide the run's numbers.
     deciding.set_defaults(text=str(SONNETS))
     group = deciding.add_argument_group("text")
     option(group, "--text", "a UTF-8 text file (default: Shakespeare's sonnets)", metavar="FILE")
@@ -217,10 +218,17 @@ def parse_arguments(argv):
     option(group, "--beta-2", "AdamW's decay rate of squared gradients", default=0.99)
     option(group, "--clip-norm", "largest norm of a gradient; 0 for any", default=1.0)
     option(group, "--seed", "decides weights, batches and dropout", default=0)
+    kept = argparse.ArgumentParser(add_help=False, exit_on_error=False, parents=[deciding])
+    group = kept.add_argument_group("when, also after --resume")
+    option(group, "--checkpoint-every", "steps between checkpoints (default: 20 in all)", type=int)
+    option(group, "--evaluate-every", "steps between evaluations (default: 10 in all)", type=int)
+    option(group, "--sample-every", "steps between samples of what the model writes", type=int)
+    option(group, "--sample-tokens", "length of a sample, in tokens", default=100)
+    option(group, "--prompt", "what a sample begins with (default: the text's first token)")
     parser = argparse.ArgumentParser(
         description="Train a causal language model on a text file, and keep it in a directory.",
         epilog="Ctrl-C saves a checkpoint first; --resume continues from the newest one.",
-        parents=[deciding],
+        parents=[kept],
     )
     group = parser.add_argument_group("devices")
     option(
@@ -234,16 +242,13 @@ def parse_arguments(argv):
     group = parser.add_argument_group("output")
     option(group, "--out", "directory of the run (default: saved_models/ and the text's name)")
     option(group, "--resume", "continue the run in --out, with its settings", action="store_true")
-    option(group, "--checkpoint-every", "steps between checkpoints (default: 20 in all)", type=int)
-    option(group, "--evaluate-every", "steps between evaluations (default: 10 in all)", type=int)
-    option(group, "--sample-every", "steps between samples of what the model writes", type=int)
-    option(group, "--sample-tokens", "length of a sample, in tokens", default=100)
-    option(group, "--prompt", "what a sample begins with (default: the text's first token)")
     option(group, "--json", "write losses and settings to this file", metavar="FILE")
     option(group, "--plot", "draw the losses to this file", metavar="FILE")
+    argv = sys.argv[1:] if argv is None else argv
     options = parser.parse_args(argv)
-    names = vars(deciding.parse_args([])).keys()
+    directory = RunDirectory(options.out or Path("saved_models") / Path(options.text).stem)
     if options.resume:
+        names = vars(deciding.parse_args([])).keys()
         # argparse fills in the default of an option only where the namespace has no value yet.
         typed = vars(parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(names))))
         typed = [f"--{name.replace('_', '-')}" for name in names if typed[name] is not None]
@@ -252,9 +257,10 @@ def parse_arguments(argv):
                 f"--resume takes the settings of the run, and so no {' and no '.join(typed)}. "
                 "Leave that out, or start another run."
             )
-    settings = {name: getattr(options, name) for name in names}
+        options = parser.parse_args([*directory.arguments(kept), *argv])
+    settings = {name: getattr(options, name) for name in vars(kept.parse_args([]))}
     check_options(options, settings)
-    return options, settings
+    return options, settings, directory
 
 
 def option(group, name, help, default=None, **kwargs):
@@ -266,13 +272,13 @@ def option(group, name, help, default=None, **kwargs):
 
 def check_options(options, settings):
     """Refuse what is out of range, and fill in what follows from other settings."""
-    for name in ("checkpoint_every", "evaluate_every", "sample_every", "devices", "sample_tokens"):
-        if getattr(options, name) is not None:
-            check_count(f"--{name.replace('_', '-')}", getattr(options, name), at_least=1)
     check_picture("--plot", options.plot)
     check_file("--json", options.json)
-    for name in ("steps", "batch_size", "num_layers", "num_heads", "hidden_dim", "sequence_length"):
-        check_count(f"--{name.replace('_', '-')}", settings[name], at_least=1)
+    for name, value in {**settings, "devices": options.devices}.items():
+        # The seed has a range of its own, and no warm-up is fine.
+        if type(value) is int and name not in ("seed", "warmup_steps"):
+            check_count(f"--{name.replace('_', '-')}", value, at_least=1)
+            check_count(f"--{name.replace('_', '-')}", value, at_most=2**31 - 1)
     for name in ("learning_rate", "final_share", "weight_decay", "beta_2", "clip_norm"):
         if not 0 <= settings[name] < math.inf:
             raise ValueError(
@@ -283,6 +289,8 @@ def check_options(options, settings):
     settings["text"] = str(Path(settings["text"]).absolute())
     if settings["warmup_steps"] is None:
         settings["warmup_steps"] = settings["steps"] // 20
+    settings["evaluate_every"] = settings["evaluate_every"] or max(1, settings["steps"] // 10)
+    settings["checkpoint_every"] = settings["checkpoint_every"] or max(1, settings["steps"] // 20)
 
 
 def read_text(path):

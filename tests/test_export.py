@@ -832,3 +832,40 @@ def test_the_committed_export_gives_the_ids_of_a_fresh_one(loaded):
             ours, fresh = (x.generate(prompt, 5, **given) for x in (committed, loaded))
             assert ours["token_ids"].tolist() == fresh["token_ids"].tolist()
             assert ours["text"].tolist() == fresh["text"].tolist()
+
+
+def test_unfinished_exports_of_dead_processes_are_removed_and_those_of_living_ones_are_not(tmp_path):
+    for name in (".unfinished-dead", "1", ".hidden"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "saved_model.pb").touch()
+    (tmp_path / "notes.unfinished-").touch()
+    with saving._unfinished_folder(tmp_path) as living:
+        with saving._unfinished_folder(tmp_path) as other:
+            names = {path.name for path in tmp_path.iterdir()}
+        assert names == {"1", ".hidden", "notes.unfinished-", living.name, other.name}
+        assert not other.exists()
+        living.rename(tmp_path / "2")
+    assert {path.name for path in tmp_path.iterdir()} == {"1", "2", ".hidden", "notes.unfinished-"}
+
+
+KILLED_EXPORT = """
+import sys
+from keras_tinyattn import ByteTokenizer, export_saved_model, gpt
+model = gpt(256, 8, 4, 1, 1)
+model.build((None, 8))
+export_saved_model(model, ByteTokenizer(), sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+def test_what_a_killed_export_left_goes_with_the_next_one(tmp_path):
+    command = [sys.executable, "-c", KILLED_EXPORT, str(tmp_path)]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        while not list(tmp_path.glob(".unfinished-*")):
+            assert process.poll() is None
+        with saving._unfinished_folder(tmp_path):  # The first export lives.
+            assert len(list(tmp_path.glob(".unfinished-*"))) == 2
+        process.kill()
+    assert len(list(tmp_path.glob(".unfinished-*"))) == 1
+    subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]

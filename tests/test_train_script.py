@@ -1,6 +1,7 @@
 """scripts/train.py: what a run leaves behind, how it is resumed, and what it refuses."""
 
 import json
+import math
 import os
 import pathlib
 import random
@@ -13,10 +14,13 @@ import subprocess
 import sys
 import time
 
+import _run_directory
 import _start
+import _workers
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 import train as script
 
 from keras_tinyattn import load_tokenizer
@@ -96,7 +100,7 @@ def test_a_run_that_was_killed_continues_bit_for_bit_as_if_it_had_not_been(unbro
     (run / "checkpoints" / "ckpt-6_temp").mkdir()
     with open(run / "history.jsonl", "r+") as file:
         file.truncate(len(file.read()) - 5)
-    train("--out", run, "--resume", "--checkpoint-every", 2, "--evaluate-every", 3)
+    train("--out", run, "--resume")
     # To the last digit and line: no step is missing, and none is there twice.
     assert (run / "history.jsonl").read_text() == (unbroken / "history.jsonl").read_text()
     kept = sorted(path.stem for path in (run / "checkpoints").glob("*.index"))
@@ -269,6 +273,233 @@ def test_a_signal_to_one_worker_stops_both_at_the_same_step(text, tmp_path):
     processes[1].send_signal(signal.SIGTERM)
     for process in processes:
         ended(process, 128 + signal.SIGTERM)
+
+
+# One process a directory, and what others left there.
+
+
+HOLD = """
+import sys, time
+from _run_directory import RunDirectory
+with RunDirectory(sys.argv[1]).lock():
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_second_run_in_a_directory_is_refused_until_the_first_process_dies(
+    resume, unbroken, text, tmp_path
+):
+    run = tmp_path / "run"
+    options = ("--out", run, "--resume") if resume else ("--text", text, "--out", run, *SMALL)
+    if resume:
+        shutil.copytree(unbroken, run)
+    folder = pathlib.Path(script.__file__).parent
+    command = [sys.executable, "-c", HOLD, str(run)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=folder, text=True) as holder:
+        assert holder.stdout.readline() == "held\n"
+        before = sorted(run.rglob("*"))
+        with pytest.raises(ValueError, match=rf"Process {holder.pid} trains in '.*run'\. Wait until"):
+            train(*options)
+        assert sorted(run.rglob("*")) == before
+        holder.kill()
+    (run / f".{holder.pid}.part.keras").touch()
+    if resume:  # Nothing is left to do, and what was half written goes.
+        train(*options)
+        assert not list(run.glob(".*.part*"))
+    else:
+        with _run_directory.RunDirectory(run).lock():
+            assert (run / ".lock").read_text() == str(os.getpid())
+
+
+def spoiled_settings():
+    """Damages to run.json: texts in its place, or values of single settings."""
+    whole = ["", "{", "[]", "null", "7", '"steps"', "[" * 100_000, "{}", '{"steps": 6}', "\x00"]
+    values = [None, True, "6", [6], {}, -1, 0.5, float("nan"), 10**400, "x" * 1_000_000]
+    return whole, [("steps", value) for value in values] + [
+        *(("learning_rate", value) for value in (None, "1e-3", float("inf"), float("nan"), -1.0, [])),
+        *(("untied", value) for value in (None, 1, "true", [False])),
+        *(("tokenizer", value) for value in (None, "bpe", 3)),
+        *(("text", value) for value in (None, 3, ["cat.txt"], "missing.txt", "\0", "")),
+        *(("evaluate_every", value) for value in (0, -3, "often", True)),
+        *(("sample_every", value) for value in (0, 1.5)),
+        *(("prompt", value) for value in (3, "\N{SNOWMAN}")),
+        *(("text_sha256", value) for value in (None, 3, "0")),
+        ("another", 1),
+    ]
+
+
+def test_a_damaged_run_json_is_one_sentence_and_changes_nothing(
+    unbroken, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    run = tmp_path / "run"
+    shutil.copytree(unbroken, run)
+    path = run / "run.json"
+    settings = json.loads(path.read_text())
+    texts, values = spoiled_settings()
+    texts = [*texts, "1e999", json.dumps(settings).replace('"steps": 6', '"steps": 1e999')]
+    texts += [json.dumps({**settings, name: value}) for name, value in values]
+    texts += [json.dumps({k: v for k, v in settings.items() if k != name}) for name in settings]
+    before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file() and file != path}
+    for spoiled in (b"\xff\xfe", *(text.encode() for text in texts)):
+        path.write_bytes(spoiled)
+        with pytest.raises(SystemExit, match="2"):
+            _start.run(script.main, ["--out", str(run), "--resume"])
+        error = capsys.readouterr().err
+        assert error.startswith("train.py: error: "), (spoiled[:99], error)
+        assert error.count("\n") == 1
+        assert len(error) < 1000
+        assert path.read_bytes() == spoiled
+    assert {file: file.read_bytes() for file in before} == before
+
+
+def test_junk_in_the_history_is_told_and_kept(tmp_path):
+    path = tmp_path / "history.jsonl"
+    good = [f'{{"step": {step}, "loss": 0.5}}' for step in (1, 2, 3)]
+    last = '{"step": 3, "validation_loss": null}'
+    numbers = ("NaN", "1e999", "Infinity", "null", '"0.5"', "1" * 400, "[0.5]", '0.5, "more": 1')
+    junk = [f'{{"step": 2, "loss": {number}}}' for number in numbers]
+    junk += ["", "junk", '{"step": 2', "[]", "3", '{"step": "2", "loss": 0.5}', '{"step": 2}']
+    junk += ['{"loss": 0.5}', "[" * 100_000, "\0"]
+    for line in (b"\xff\xfe", *(line.encode() for line in junk)):
+        held = "\n".join([*good, ""]).encode() + line + b"\n" + last.encode() + b"\n"
+        path.write_bytes(held)
+        with pytest.raises(ValueError, match=r"history\.jsonl is not as .* wrote it: line 4 is not"):
+            _run_directory.RunDirectory(tmp_path).history(3)
+        assert path.read_bytes() == held
+    for lines in ([], good[:2], good[1:], [good[0], *good], [good[1], good[0], good[2]]):
+        path.write_text("".join(line + "\n" for line in lines))
+        with pytest.raises(ValueError, match=r"does not hold one loss per step, .*, 3\. Put the"):
+            _run_directory.RunDirectory(tmp_path).history(3)
+    # What a kill leaves: half a line at the end, and steps after the newest checkpoint.
+    path.write_text("\n".join([*good, last, '{"step": 4, "loss": 0.25}', '{"step": 5, "lo']))
+    history = _run_directory.RunDirectory(tmp_path).history(3)
+    assert history.losses == [0.5, 0.5, 0.5]
+    assert history.best() is None
+    assert path.read_text() == "\n".join([*good, last, ""])
+
+
+def test_a_loss_that_is_not_finite_is_null_in_the_file_and_never_the_best(tmp_path):
+    history = _run_directory.History(tmp_path / "history.jsonl")
+    history.add_evaluation(1, math.nan)
+    assert not history.last_is_best()
+    history.add_evaluation(2, 3.0)
+    assert history.last_is_best()
+    for step, loss in ((3, math.nan), (4, -math.inf), (5, math.inf)):
+        history.add_evaluation(step, loss)
+        assert not history.last_is_best()
+        assert history.best() == (2, 3.0)
+    history.write()
+    written = (tmp_path / "history.jsonl").read_text().splitlines()
+    assert [json.loads(line, parse_constant=pytest.fail)["validation_loss"] for line in written] == [
+        *(None, 3.0, None, None, None)
+    ]
+
+
+# The first step has no warm-up, and its update is beyond float32.
+DIVERGES = ("--learning-rate", 3e38, "--warmup-steps", 0, "--weight-decay", 1e30, "--final-share", 1)
+
+
+@pytest.mark.parametrize("share", [0.1, pytest.param(0.0, marks=pytest.mark.slow)])
+def test_a_run_that_diverges_says_so_and_saves_nothing_of_it(share, text, tmp_path):
+    options = ("--text", text, "--out", tmp_path, *SMALL, "--validation-share", share, *DIVERGES)
+    with pytest.raises(ValueError, match=r"Training diverged by step 1\. .*NaN or infinity in "):
+        train(*options, "--evaluate-every", 1, "--checkpoint-every", 1)
+    assert not (tmp_path / "model.keras").exists()
+    assert not list(tmp_path.glob("checkpoints/ckpt-*"))
+
+
+@pytest.mark.slow
+def test_resume_evaluates_saves_and_samples_when_the_run_would_have(text, tmp_path, capsys):
+    run = tmp_path / "run"
+    when = ("--evaluate-every", 2, "--checkpoint-every", 3, "--sample-every", 4, "--sample-tokens", 3)
+    train("--text", text, "--out", run, *SMALL, *when, "--prompt", "the dog")
+    whole, settings = capsys.readouterr().out, json.loads((run / "run.json").read_text())
+    assert [settings[name] for name in ("evaluate_every", "checkpoint_every")] == [2, 3]
+    written = (run / "history.jsonl").read_bytes()
+    forget_step_6(run)
+    train("--out", run, "--resume")
+    assert (run / "history.jsonl").read_bytes() == written
+    resumed = capsys.readouterr().out
+
+    def of_steps_4_to_6(printed):
+        return [line for line in printed.splitlines() if re.match(r"Step [456] writes|Best", line)]
+
+    assert of_steps_4_to_6(resumed) == of_steps_4_to_6(whole)
+    assert len(of_steps_4_to_6(resumed)) == 3
+
+
+# Failures of TensorFlow.
+
+TRACE = """Graph execution error:
+
+Detected at node x defined at (most recent call last):
+  File "a.py"
+
+"""
+CLOSED = """Collective ops is aborted by: Socket closed
+Additional GRPC error information from remote target /job:worker/replica:0/task:1 while calling /Recv:
+:UNKNOWN:Error received from peer"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "sentence"),
+    [
+        (
+            tf.errors.ResourceExhaustedError,
+            TRACE + "Out of memory while trying to allocate 176.13GiB.\n\t [[{{node x}}]]",
+            "Memory ran out (allocate 176.13GiB). A smaller batch, model or window needs less.",
+        ),
+        (
+            tf.errors.UnavailableError,
+            TRACE + CLOSED,
+            "Worker 1 does not answer: it was killed, or it failed and says why itself.",
+        ),
+        (
+            tf.errors.ResourceExhaustedError,
+            "run/ckpt-4_temp/part; No space left on device",
+            "TensorFlow failed: run/ckpt-4_temp/part; No space left on device.",
+        ),
+        (
+            tf.errors.InvalidArgumentError,
+            TRACE + "{{function_node f}} bad shape. [Op:Add]",
+            "TensorFlow failed: bad shape.",
+        ),
+        (tf.errors.InternalError, "Graph execution error:", "TensorFlow failed: InternalError."),
+    ],
+)
+def test_a_failure_is_told_in_a_sentence_without_a_traceback(kind, message, sentence):
+    assert _workers.why_it_failed(kind(None, None, message)) == sentence
+
+
+@pytest.mark.parametrize("kind", [MemoryError, tf.errors.ResourceExhaustedError])
+def test_resume_is_advised_only_where_something_was_saved(kind, text, tmp_path, monkeypatch):
+    def fail(*args):
+        raise kind() if kind is MemoryError else kind(None, None, "OOM when allocating")
+
+    monkeypatch.setattr(script, "make_model", fail)
+    options = ("--text", text, "--out", tmp_path, *SMALL)
+    with pytest.raises(OSError, match=r"^Memory ran out\..* No checkpoint was saved\.$"):
+        train(*options)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "ckpt-1.index").touch()
+    with pytest.raises(OSError, match=r"^Memory ran out\..* continue with --resume\.$"):
+        train(*options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_worker_that_is_killed_is_named_by_the_other(killed, text, tmp_path):
+    processes = start_workers("--text", text, "--out", tmp_path, *SMALL, "--steps", 100000)
+    wait_for_a_checkpoint(tmp_path, processes[0])
+    processes[killed].kill()
+    processes[killed].communicate()
+    _, err = ended(processes[1 - killed], 2)
+    assert err.count("\n") == 1
+    assert re.match(r"train\.py: error: (Worker \d|Another worker) does not answer: ", err), err
+    assert err.endswith("continue with --resume.\n")
 
 
 @pytest.mark.slow

@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_tinyattn import gpt, training
+from keras_tinyattn import (
+    CausalLM,
+    CausalSelfAttention,
+    TokenAndPositionEmbedding,
+    VocabProjection,
+    gpt,
+    training,
+)
 
 B, T, D, H, V = 2, 5, 6, 3, 11
 
@@ -297,6 +304,177 @@ def test_an_optimizer_for_other_variables_than_the_model_trains_is_refused():
     assert np.any(frozen != a_dense_layer(model).kernel)
 
 
+# The step and Keras' contract: what `fit` does, a step does.
+
+
+class AddsLoss(CausalSelfAttention):
+    def call(self, inputs, **kwargs):
+        outputs = super().call(inputs, **kwargs)
+        self.add_loss(0.3 * keras.ops.mean(keras.ops.square(outputs)))
+        return outputs
+
+
+class HasAState(CausalSelfAttention):
+    """Batch normalization after attention: variables that change and are not trained."""
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        self.norm = keras.layers.BatchNormalization()
+        self.norm.build(input_shape)
+
+    def call(self, inputs, training=None, **kwargs):
+        return self.norm(super().call(inputs, training=training, **kwargs), training=training)
+
+
+class HasAnIdleVariable(CausalSelfAttention):
+    def build(self, input_shape):
+        super().build(input_shape)
+        self.idle = self.add_weight(name="idle", shape=(3,), initializer="ones")
+
+
+def small_model(block=CausalSelfAttention, regularizer=None, **kwargs):
+    """One attention layer; the same variables each time."""
+    keras.utils.set_random_seed(3)
+    model = CausalLM(
+        TokenAndPositionEmbedding(V, T, D, embeddings_regularizer=regularizer),
+        [block(2, H, kernel_regularizer=regularizer, **kwargs)],
+        VocabProjection(V, kernel_regularizer=regularizer, bias_regularizer=regularizer),
+        name="model",
+    )
+    model.build((None, T))
+    return model
+
+
+def sgd(**kwargs):
+    return keras.optimizers.SGD(0.5, momentum=0.5, **kwargs)
+
+
+def fit(model, optimizer, windows, targets):
+    """One step of `fit`, and its loss."""
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, run_eagerly=True)
+    return model.fit(windows, targets, batch_size=len(windows), verbose=0).history["loss"][0]
+
+
+def assert_same_state(one, two):
+    assert len(one) == len(two)
+    for first, second in zip(one, two, strict=True):
+        # Compiled and not, in float32 or with products in half precision.
+        np.testing.assert_allclose(first.numpy(), second.numpy(), atol=2e-5, err_msg=first.path)
+
+
+def scaled(optimizer):
+    return keras.optimizers.LossScaleOptimizer(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("of_model", "make_optimizer"),
+    [
+        ({"dtype": "mixed_float16"}, lambda: scaled(sgd(global_clipnorm=0.1))),
+        ({"block": AddsLoss, "regularizer": "l2", "activity_regularizer": "l1"}, sgd),
+        ({}, lambda: sgd(gradient_accumulation_steps=2)),
+        pytest.param({}, lambda: scaled(sgd()), marks=pytest.mark.slow),
+        pytest.param({"regularizer": "l1l2"}, lambda: scaled(sgd()), marks=pytest.mark.slow),
+        pytest.param({"activity_regularizer": "l2"}, sgd, marks=pytest.mark.slow),
+        pytest.param({"block": HasAState}, sgd, marks=pytest.mark.slow),
+        pytest.param(
+            {},
+            lambda: sgd(use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({}, lambda: sgd(clipnorm=0.01), marks=pytest.mark.slow),
+        pytest.param({}, lambda: sgd(clipvalue=0.001), marks=pytest.mark.slow),
+        pytest.param({}, lambda: sgd(weight_decay=0.1), marks=pytest.mark.slow),
+        pytest.param({}, lambda: keras.optimizers.AdamW(0.1, epsilon=1e-2), marks=pytest.mark.slow),
+        pytest.param({}, lambda: keras.optimizers.Adafactor(0.01), marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_is_the_step_of_fit(of_model, make_optimizer):
+    # Each token once: Keras clips and squares the rows of a sparse gradient, one for each occurrence.
+    batch = np.array([[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]], "int32"), a_batch()[1]
+    one, two = small_model(**of_model), small_model(**of_model)
+    first, second = make_optimizer(), make_optimizer()
+    step = training.make_train_step(two, second)
+    for _ in range(2):
+        assert float(step(*batch)) == pytest.approx(fit(one, first, *batch), rel=1e-5)
+        # `fit` puts the averages into the model at its end; a step is in the middle.
+        second.finalize_variable_values(two.trainable_variables)
+        assert_same_state(one.variables, two.variables)
+        assert_same_state(first.variables, second.variables)
+
+
+def test_a_fixed_factor_of_the_loss_is_divided_out_again_before_the_gradient_is_clipped():
+    one, two = small_model(), small_model()
+    plain, factor = sgd(), sgd(loss_scale_factor=64.0)  # A power of two: exact.
+    for model, optimizer in ((one, plain), (two, factor)):
+        training.make_train_step(model, optimizer, clip_norm=0.01)(*a_batch())
+    for first, second in zip(one.get_weights(), two.get_weights(), strict=True):
+        np.testing.assert_allclose(first, second, atol=1e-7)
+    assert np.any(one.get_weights()[0] != small_model().get_weights()[0])
+
+
+def test_a_model_that_is_not_built_is_built_for_its_first_step():
+    model = gpt(V, T, D, H, num_layers=1)
+    step = training.make_train_step(model, keras.optimizers.SGD(0.5))
+    before = model.get_weights()
+    step(*a_batch())
+    assert len(before) > 0
+    assert all(np.any(one != two) for one, two in zip(before, model.get_weights(), strict=True))
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_and_halves_the_scale():
+    model, optimizer = small_model(dtype="mixed_float16"), scaled(sgd())
+    step = training.make_train_step(model, optimizer)
+    before = [variable.numpy() for variable in model.variables]
+    optimizer.dynamic_scale.assign(2.0**40)  # The gradient of the scaled loss overflows in float16.
+    step(*a_batch())
+    for start, variable in zip(before, model.variables, strict=True):
+        np.testing.assert_array_equal(start, variable)
+    assert optimizer.dynamic_scale.numpy() == 2.0**39
+    # A second step with the optimizer goes on with its scale.
+    training.make_train_step(model, optimizer)
+    assert optimizer.dynamic_scale.numpy() == 2.0**39
+
+
+def test_a_variable_without_a_gradient_is_named_in_a_warning_and_left_as_it_is():
+    model = small_model(HasAnIdleVariable)
+    step = training.make_train_step(model, sgd(), clip_norm=1.0)
+    before = model.embedding.token_embeddings.numpy()
+    with pytest.warns(UserWarning, match=r"Gradients do not exist for variables \[.*idle'\]"):
+        step(*a_batch())
+    np.testing.assert_array_equal(model.blocks[0].idle, [1.0, 1.0, 1.0])
+    assert np.any(before != model.embedding.token_embeddings)
+
+
+def test_layers_frozen_after_the_step_was_made_are_frozen_as_in_a_fit_after_compile():
+    one, two = small_model(), small_model()
+    first, second = sgd(), sgd()
+    step = training.make_train_step(two, second)
+    for frozen in (None, "embedding", "projection"):
+        for model in (one, two):
+            model.embedding.trainable = frozen != "embedding"
+            model.projection.trainable = frozen != "projection"
+        fit(one, first, *a_batch())
+        step(*a_batch())
+        assert_same_state(one.variables, two.variables)
+    two.trainable = False
+    with pytest.raises(ValueError, match=r"Expected at least one\. .* all frozen\. Set `trainable"):
+        step(*a_batch())
+
+
+def test_one_optimizer_for_two_models_is_refused():
+    optimizer = sgd()
+    training.make_train_step(small_model(), optimizer)
+    with pytest.raises(ValueError, match=r"The optimizer was built for other variables\."):
+        training.make_train_step(small_model(), optimizer)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", None, keras.optimizers.SGD])
+def test_what_is_no_optimizer_is_refused(optimizer):
+    with pytest.raises(TypeError, match=r"Expected a keras\.optimizers\.Optimizer\. Received: "):
+        training.make_train_step(small_model(), optimizer)
+
+
 ON_TWO_DEVICES = """
 import sys
 import keras, numpy as np, tensorflow as tf
@@ -308,9 +486,11 @@ tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfigur
 strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 with strategy.scope():
     model = gpt(11, 5, 6, 3, num_layers=1)
+    model.embedding.embeddings_regularizer = keras.regularizers.L2(0.5)
     model.build((None, 5))
     model.set_weights([given[f"weight_{index}"] for index in range(len(model.weights))])
-    step = make_train_step(model, keras.optimizers.SGD(0.5), clip_norm=0.2)
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5))
+    step = make_train_step(model, optimizer, clip_norm=0.2)
     batch = [
         strategy.experimental_distribute_values_from_function(
             lambda context, name=name: tf.constant(
@@ -321,18 +501,21 @@ with strategy.scope():
     ]
     loss = step(*batch)
     after = {f"weight_{i}": keras.ops.convert_to_numpy(v) for i, v in enumerate(model.weights)}
-try:
-    with strategy.scope():
-        make_train_step(model, keras.optimizers.SGD(0.5, global_clipnorm=1.0))
-except ValueError as error:
-    print(error)
+for option in ("global_clipnorm", "gradient_accumulation_steps"):
+    try:
+        with strategy.scope():
+            make_train_step(model, keras.optimizers.SGD(0.5, **{option: 2}))
+    except ValueError as error:
+        print(error)
 np.savez(sys.argv[2], loss=loss.numpy(), **after)
 """
 
 
 def test_a_step_on_two_devices_is_the_step_on_one_also_where_their_real_targets_differ(tmp_path):
     # A plain gradient step: AdamW would hide a gradient that is twice as long.
-    model = tiny_model()
+    model = gpt(V, T, D, H, num_layers=1)
+    model.embedding.embeddings_regularizer = keras.regularizers.L2(0.5)
+    model.build((None, T))
     step = training.make_train_step(model, keras.optimizers.SGD(0.5), clip_norm=0.2)
     windows, targets = a_batch()
     mask = np.ones((B, T), "bool")
@@ -343,7 +526,8 @@ def test_a_step_on_two_devices_is_the_step_on_one_also_where_their_real_targets_
     command = [sys.executable, "-c", ON_TWO_DEVICES, tmp_path / "given.npz", tmp_path / "got.npz"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert ended.returncode == 0, ended.stderr
-    assert "Expected an optimizer that does not clip, on 2 devices" in ended.stdout
+    for option in ("global_clipnorm", "gradient_accumulation_steps"):
+        assert f"does none of these, on 2 devices. Received: {option}=2." in ended.stdout
     got = np.load(tmp_path / "got.npz")
     # Float32 sums in another order.
     np.testing.assert_allclose(got["loss"], loss, rtol=1e-5)
@@ -479,6 +663,71 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path):
         optimizer.iterations.assign(step)
         checkpoints.save()
     assert sorted(path.name for path in tmp_path.glob("*.index")) == ["ckpt-5.index", "ckpt-9.index"]
+
+
+def test_what_a_killed_save_left_over_is_removed_by_the_next_and_nothing_else(tmp_path):
+    model, optimizer = fresh(dropout=0.0)
+    training.Checkpoints(tmp_path, model, optimizer).save()
+    for name in ("ckpt-7.index", "ckpt-7.data-00000-of-00001"):  # Complete, but not in the list.
+        (tmp_path / name).write_bytes((tmp_path / name.replace("-7", "-0")).read_bytes())
+    (tmp_path / "ckpt-8.data-00000-of-00001").touch()
+    (tmp_path / "ckpt-8_temp").mkdir()
+    (tmp_path / "checkpoint.tmp123").touch()
+    others = ["ckpt-best.index", "ckpt-1.index.txt", "notes"]
+    for name in others:
+        (tmp_path / name).touch()
+    checkpoints = training.Checkpoints(tmp_path, model, optimizer)
+    checkpoints.restore()
+    optimizer.iterations.assign(9)
+    checkpoints.save()
+    parts = [f"ckpt-{step}.{part}" for step in (0, 9) for part in ("data-00000-of-00001", "index")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["checkpoint", *parts, *others])
+
+
+def test_a_state_that_is_not_finite_is_not_saved(tmp_path):
+    model, optimizer = fresh(dropout=0.0)
+    checkpoints = training.Checkpoints(tmp_path, model, optimizer)
+    model.embedding.token_embeddings.assign(np.full((V, D), math.inf))
+    with pytest.raises(ValueError, match=r"diverged by step 0\. .* NaN or infinity in \S*token_emb"):
+        checkpoints.save()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_checkpoints_of_what_is_not_built_are_refused(tmp_path):
+    model = tiny_model()
+    with pytest.raises(ValueError, match=r"Received: an optimizer without variables\."):
+        training.Checkpoints(tmp_path, model, keras.optimizers.SGD())
+    with pytest.raises(ValueError, match=r"Received: a model without variables\."):
+        training.Checkpoints(tmp_path, gpt(V, T, D, H, 1), keras.optimizers.SGD())
+
+
+def test_a_damaged_list_of_checkpoints_is_named(tmp_path):
+    (tmp_path / "checkpoint").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"checkpoint is damaged\. Expected TensorFlow's list"):
+        training.Checkpoints(tmp_path, *fresh())
+
+
+def test_a_batch_is_a_step_where_two_make_an_update_and_the_averages_come_at_the_end(tmp_path):
+    def start():
+        model = small_model()
+        optimizer = sgd(gradient_accumulation_steps=2, use_ema=True)
+        optimizer.build(model.trainable_variables)
+        return model, optimizer, training.Checkpoints(tmp_path, model, optimizer)
+
+    model, optimizer, checkpoints = start()
+    measured = []
+    for taken, loss in training.train(model, optimizer, TEXT, 5, B):
+        measured.append((taken, float(loss)))
+        if taken == 3:
+            checkpoints.save()
+    assert [taken for taken, _ in measured] == [1, 2, 3, 4, 5]
+    for variable, average in zip(
+        model.trainable_variables, optimizer._model_variables_moving_average, strict=True
+    ):
+        np.testing.assert_array_equal(variable, average)
+    model, optimizer, checkpoints = start()
+    assert checkpoints.restore() == 3
+    assert [(t, float(x)) for t, x in training.train(model, optimizer, TEXT, 5, B)] == measured[3:]
 
 
 # Evaluation.

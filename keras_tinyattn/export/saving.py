@@ -1,5 +1,6 @@
 """Write an export as the next version of a folder, and load one."""
 
+import contextlib
 import os
 import pathlib
 import shutil
@@ -12,6 +13,11 @@ from keras_tinyattn.export import card
 from keras_tinyattn.export.signatures import Signatures
 from keras_tinyattn.generation.request import check_names
 from keras_tinyattn.sampling import SETTINGS
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 __all__ = ["LoadedModel", "export_saved_model", "load_saved_model"]
 
@@ -44,16 +50,13 @@ def export_saved_model(model, tokenizer, path, about=None):
         )
     base = pathlib.Path(path)
     base.mkdir(parents=True, exist_ok=True)
-    unfinished = pathlib.Path(tempfile.mkdtemp(prefix=".unfinished-", dir=base))
-    try:
+    with _unfinished_folder(base) as unfinished:
         module = Signatures(model, tokenizer)
         signatures = module.trace()
         tf.saved_model.save(module, str(unfinished), signatures=signatures)
         card.write(unfinished, model, tokenizer, signatures, about or {})
         unfinished.chmod(0o755)
         return _rename_to_next_version(unfinished, base)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def load_saved_model(path):
@@ -158,6 +161,42 @@ def _versions(base):
     if not base.is_dir():
         return []
     return sorted(int(entry.name) for entry in base.iterdir() if entry.name.isdecimal())
+
+
+@contextlib.contextmanager
+def _unfinished_folder(base):
+    """A folder in `base` to write to, removed in the end unless it was renamed.
+
+    The process holds a lock on the folder, which the system frees when it dies: so those of processes
+    that were killed are told from those of living ones, and removed. Where there are no such locks
+    (Windows, some network file systems), they stay.
+    """
+    with contextlib.ExitStack() as locks:
+        for leftover in base.glob(".unfinished-*"):
+            with contextlib.ExitStack() as lock:
+                if _lock_folder(leftover, lock, wait=False):
+                    shutil.rmtree(leftover, ignore_errors=True)
+        unfinished = None
+        while unfinished is None or not unfinished.is_dir():  # Removed before it was locked.
+            unfinished = pathlib.Path(tempfile.mkdtemp(prefix=".unfinished-", dir=base))
+            _lock_folder(unfinished, locks, wait=True)
+        try:
+            yield unfinished
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _lock_folder(folder, lock, wait):
+    """Whether the folder could be locked, until the stack `lock` ends."""
+    if fcntl is None:
+        return False
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+        lock.callback(os.close, descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:  # Held by a living process, removed meanwhile, or not possible there.
+        return False
+    return True
 
 
 def _rename_to_next_version(unfinished, base):

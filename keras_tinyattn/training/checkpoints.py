@@ -13,18 +13,29 @@ class Checkpoints:
     """TensorFlow checkpoints of a model, its optimizer and its random states.
 
     A checkpoint is written under another name and renamed when it is complete: after a kill or a full
-    disk the one before it is still the newest.
+    disk the one before it is still the newest. One process at a time may write to the directory.
 
     Args:
         directory: where they are kept.
         model: a built model.
         optimizer: its optimizer, built by `make_train_step` or `optimizer.build`.
         keep: how many to keep, the newest.
+
+    Raises:
+        ValueError: if model or optimizer are not built.
     """
 
     def __init__(self, directory, model, optimizer, keep=2):
+        for name, built in (("model", model.built), ("optimizer", optimizer.built)):
+            if not built:
+                raise ValueError(
+                    "A checkpoint holds variables. Expected a model and an optimizer that are built. "
+                    f"Received: {'an' if name == 'optimizer' else 'a'} {name} without variables. "
+                    "Build both, or make them a step with make_train_step first."
+                )
         self.directory = pathlib.Path(directory)
         self.optimizer = optimizer
+        self._variables = [*model.variables, *optimizer.variables]
         # Variables by their index: what TensorFlow tracks in Keras' own objects lacks dropout's seeds.
         self._checkpoint = tf.train.Checkpoint(
             model=[variable.value for variable in model.variables],
@@ -33,17 +44,50 @@ class Checkpoints:
         # TensorFlow would create this counter at the first save. Of several workers only one saves, but
         # all of them must create a variable: so it is created here.
         _ = self._checkpoint.save_counter
-        self._manager = tf.train.CheckpointManager(self._checkpoint, str(directory), max_to_keep=keep)
+        try:
+            self._manager = tf.train.CheckpointManager(self._checkpoint, str(directory), keep)
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{self.directory / 'checkpoint'} is damaged. Expected TensorFlow's list of "
+                "checkpoints, a text. Received: other bytes. Remove it; they are found without it."
+            ) from error
+
+    def check_finite(self):
+        """Refuse a state that training cannot return from.
+
+        Raises:
+            ValueError: if a variable of the model or the optimizer holds NaN or infinity.
+        """
+        for variable in self._variables:
+            value = tf.convert_to_tensor(variable.value)
+            if value.dtype.is_floating and not tf.reduce_all(tf.math.is_finite(value)):
+                raise ValueError(
+                    f"Training diverged by step {steps_taken(self.optimizer)}. "
+                    f"Expected finite variables. Received: NaN or infinity in {variable.path}. "
+                    "It is not saved. Use a smaller learning rate or a longer warm-up."
+                )
 
     def save(self):
-        """Write a checkpoint, named after the number of steps taken.
+        """Write a checkpoint, named after the number of steps taken, and remove what kills left over.
 
         Returns:
             Its path prefix.
+
+        Raises:
+            ValueError: as `check_finite`.
         """
-        for leftover in self.directory.glob("ckpt-*_temp"):  # A write was interrupted.
+        self.check_finite()
+        # A kill leaves an interrupted write, or a checkpoint that is missing in TensorFlow's list.
+        for leftover in self.directory.glob("ckpt-*_temp"):
             shutil.rmtree(leftover, ignore_errors=True)
-        return self._manager.save(checkpoint_number=steps_taken(self.optimizer))
+        for leftover in self.directory.glob("checkpoint.tmp*"):
+            leftover.unlink()
+        path = self._manager.save(checkpoint_number=steps_taken(self.optimizer))
+        kept = {pathlib.Path(prefix).name for prefix in self._manager.checkpoints}
+        for file in self._files():
+            if file.name.partition(".")[0] not in kept:
+                file.unlink()
+        return path
 
     def restore(self):
         """Set every variable to its value in the newest complete checkpoint.
@@ -56,8 +100,8 @@ class Checkpoints:
                 is damaged.
         """
         prefixes = sorted(
-            (path.with_suffix("") for path in self.directory.glob("ckpt-*.index")),
-            key=lambda prefix: int(re.search(r"\d+$", prefix.name).group()),
+            (file.with_suffix("") for file in self._files() if file.suffix == ".index"),
+            key=lambda prefix: int(prefix.name.removeprefix("ckpt-")),
             reverse=True,
         )
         for prefix in prefixes:
@@ -73,6 +117,12 @@ class Checkpoints:
                 f"Received: {len(prefixes)} damaged. Start again in another directory."
             )
         return 0
+
+    def _files(self):
+        files = self.directory.glob("ckpt-*.*")
+        return [
+            file for file in files if re.fullmatch(r"ckpt-\d+\.(index|data-[\d-]+of-\d+)", file.name)
+        ]
 
     def _check_sizes(self, prefix):
         found = {

@@ -54,5 +54,7 @@ def make_optimizer(
 
 
 def steps_taken(optimizer):
-    """How many steps the optimizer has taken, as an integer, also under a distribution strategy."""
-    return int(tf.convert_to_tensor(optimizer.iterations.value))
+    """How many batches the optimizer has used, as an integer, also under a distribution strategy."""
+    # The public `iterations` counts updates, and several batches may make one.
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return int(tf.convert_to_tensor(inner._iterations.value))

@@ -1,5 +1,6 @@
 """The loss, a step down its gradient on one device or many, and the loop over the steps."""
 
+import keras
 import tensorflow as tf
 
 from keras_tinyattn.training.optimizer import steps_taken
@@ -48,6 +49,13 @@ def sum_of_losses(logits, targets, mask=None):
 def make_train_step(model, optimizer, clip_norm=None):
     """A function that takes one GradientTape step on a batch.
 
+    The step is that of `fit`: what regularizers and `add_loss` contribute is part of the loss, a
+    variable without a gradient is named in a warning and left as it is, and the optimizer's own options
+    hold (loss scaling, accumulation, clipping, moving averages). Two things differ. `compile` wraps the
+    optimizer of a "mixed_float16" model in a `keras.optimizers.LossScaleOptimizer`; here the caller
+    does, or small gradients become 0. And the gradient of an embedding is dense: what a token that
+    occurs twice contributes is summed before it is clipped, scaled or squared.
+
     Forward and backward pass are compiled with XLA; the optimizer updates outside of them. When called
     in the scope of a distribution strategy, the step runs on each of its devices, and the loss is the
     mean over the global batch: the sum on a device, divided by the count on all of them.
@@ -56,35 +64,37 @@ def make_train_step(model, optimizer, clip_norm=None):
     changed, the next call trains the model as it is then.
 
     Args:
-        model: a built `CausalLM`.
+        model: a `CausalLM`; built here unless it is.
         optimizer: a Keras optimizer.
         clip_norm: the largest norm that the gradient of the global batch may have, over all variables;
             a longer gradient is scaled down to it.
 
     Returns:
         `step(token_ids, targets, mask=None)`, of `(B, T)` each, or of the per-device batches of a
-        strategy; it updates the model and returns the loss before the update, a scalar.
+        strategy; it updates the model and returns the loss before the update, a scalar: as in `fit`,
+        `next_token_loss` plus `model.losses`.
 
     Raises:
-        ValueError: if the optimizer clips by itself on more than one device. Here and at a step: if it
-            was built for other variables than the model trains.
+        TypeError: if the optimizer is not one of Keras.
+        ValueError: if the optimizer clips, accumulates or overwrites by itself on more than one device.
+            Here and at a step: if it was built for other variables than the model trains, or all of
+            them are frozen.
     """
     strategy = tf.distribute.get_strategy()
     devices = strategy.num_replicas_in_sync
-    if devices > 1 and (optimizer.clipnorm or optimizer.global_clipnorm or optimizer.clipvalue):
-        raise ValueError(
-            "A Keras optimizer clips what each device adds to the gradient, before it is summed. "
-            f"Expected an optimizer that does not clip, on {devices} devices. Received: "
-            f"clipnorm={optimizer.clipnorm}, global_clipnorm={optimizer.global_clipnorm}, "
-            f"clipvalue={optimizer.clipvalue}. Pass clip_norm to make_train_step instead."
-        )
-    optimizer.build(model.trainable_variables)
+    _check_optimizer(optimizer, devices)
+    if not model.built:
+        model.build((None, model.sequence_length))
+    if not optimizer.built:  # A LossScaleOptimizer that is built again forgets its scale.
+        optimizer.build(model.trainable_variables)
     _check_variables(model, optimizer)
+    scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
 
     def clip(gradients):
         if clip_norm is None:
             return gradients
-        return tf.clip_by_global_norm(gradients, clip_norm)[0]
+        # They are gradients of the scaled loss, and as much longer.
+        return tf.clip_by_global_norm(gradients, optimizer.scale_loss(clip_norm))[0]
 
     def make_step():
         _check_variables(model, optimizer)
@@ -94,10 +104,14 @@ def make_train_step(model, optimizer, clip_norm=None):
             with tf.GradientTape() as tape:
                 total, own_count = sum_of_losses(model(token_ids, training=True), targets, mask)
                 loss = tf.math.divide_no_nan(total, own_count if count is None else count)
+                # The sum over the devices is their mean.
+                for contribution in model.losses:
+                    loss += tf.reduce_sum(tf.cast(contribution, loss.dtype)) / devices
+                scaled = optimizer.scale_loss(loss)
             # The gradient of an embedding is sparse, `IndexedSlices`; a dense one can be summed.
             gradients = [
-                tf.convert_to_tensor(gradient)
-                for gradient in tape.gradient(loss, model.trainable_variables)
+                None if gradient is None else tf.convert_to_tensor(gradient)
+                for gradient in tape.gradient(scaled, model.trainable_variables)
             ]
             return loss, gradients if devices > 1 else clip(gradients)
 
@@ -110,11 +124,12 @@ def make_train_step(model, optimizer, clip_norm=None):
                 count = replica.all_reduce("sum", tf.cast(own_count, tf.float32))
                 loss, gradients = loss_and_gradients(token_ids, targets, mask, count)
                 loss = replica.all_reduce("sum", loss)
-                if clip_norm is not None:
-                    # `apply` sums over the devices, so each of them gives an equal part of the clipped
-                    # gradient.
-                    gradients = clip(replica.all_reduce("sum", gradients))
-                    gradients = [gradient / devices for gradient in gradients]
+                # Whether a gradient is too long, or finite, shows in its sum over the devices. `apply`
+                # sums again, so each of them gives an equal part of it.
+                if clip_norm is not None or scales:
+                    present = [gradient for gradient in gradients if gradient is not None]
+                    summed = iter(clip(replica.all_reduce("sum", present)))
+                    gradients = [None if g is None else next(summed) / devices for g in gradients]
             optimizer.apply(gradients, model.trainable_variables)
             return loss
 
@@ -137,10 +152,13 @@ def train(model, optimizer, token_ids, steps, batch_size, sequence_length=None, 
     distribution strategy, all of its devices take part.
 
     Args:
-        model: a built `CausalLM`.
-        optimizer: a Keras optimizer; its `iterations` say how many steps it has taken.
+        model: a `CausalLM`; built here unless it is.
+        optimizer: a Keras optimizer; it counts the steps that it has taken. A step is a batch, also
+            where several of them make one update (`gradient_accumulation_steps`). Not counted are those
+            that a `LossScaleOptimizer` skipped: a run that is resumed sees as many batches again.
         token_ids: `(N,)` integers, the text to train on.
-        steps: the number of steps after which to end.
+        steps: the number of steps after which to end. An optimizer with `use_ema` then puts its
+            averages into the model, as at the end of `fit`.
         batch_size: B, windows per step, on all devices together.
         sequence_length: T, the length of a window; the model's longest unless given.
         seed: an int32; with the step it decides which windows a batch holds.
@@ -177,6 +195,8 @@ def train(model, optimizer, token_ids, steps, batch_size, sequence_length=None, 
     while taken < steps:
         loss = step(*next(iterator))
         taken += 1
+        if taken == steps:
+            optimizer.finalize_variable_values(model.trainable_variables)
         yield taken, loss
 
 
@@ -198,7 +218,32 @@ def never_stale(model, make):
     return call
 
 
+def _check_optimizer(optimizer, devices):
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(
+            "A step updates the model by an optimizer. Expected a keras.optimizers.Optimizer. "
+            f"Received: {optimizer!r}. Make one, such as keras.optimizers.AdamW(1e-3)."
+        )
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    names = ("clipnorm", "global_clipnorm", "clipvalue")
+    names += ("gradient_accumulation_steps", "ema_overwrite_frequency")
+    own = [f"{name}={getattr(inner, name)}" for name in names if getattr(inner, name)]
+    if devices > 1 and own:
+        raise ValueError(
+            "A Keras optimizer clips what each device adds to the gradient, before it is summed, and "
+            "fails where it accumulates gradients or overwrites variables with averages. "
+            f"Expected an optimizer that does none of these, on {devices} devices. "
+            f"Received: {', '.join(own)}. Pass clip_norm to make_train_step, or use a larger batch."
+        )
+
+
 def _check_variables(model, optimizer):
+    if not model.trainable_variables:
+        raise ValueError(
+            "Training changes the variables that are trainable. Expected at least one. "
+            f"Received: a model with {len(model.variables)} variables, all frozen. "
+            "Set `trainable = True` on a layer."
+        )
     # Keras has no public way to ask.
     known = {id(variable) for variable in optimizer._trainable_variables}
     unknown = [variable for variable in model.trainable_variables if id(variable) not in known]
