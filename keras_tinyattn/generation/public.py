@@ -2,6 +2,7 @@
 
 import tensorflow as tf
 
+from keras_tinyattn import sampling
 from keras_tinyattn._boundary import value_errors
 from keras_tinyattn.generation.loop import request_graph, stepwise_graphs
 from keras_tinyattn.generation.request import Generation, make_prompts, make_settings
@@ -27,7 +28,7 @@ def generate(model, token_ids, max_new_tokens, *, stop=None, pad_id=0, jit_compi
 
     Raises:
         ValueError: if a prompt is empty or longer than `sequence_length`, an id is outside the
-            vocabulary, or a setting is out of range.
+            vocabulary, a setting is out of range, or the logits of a new token are not finite.
 
     Example:
 
@@ -60,7 +61,8 @@ def stream(model, token_ids, max_new_tokens, *, stop=None, **settings):
         Integers: the ids that `generate` gives for the same arguments, a stop included.
 
     Raises:
-        ValueError: as `generate`; at the call, before the first token is asked for.
+        ValueError: as `generate`; at the call, before the first token is asked for, but where the
+            logits of a token are not finite.
     """
     _build(model)
     prompts, lengths, single = make_prompts(token_ids, 0)
@@ -77,8 +79,9 @@ def stream(model, token_ids, max_new_tokens, *, stop=None, **settings):
     def tokens(state):
         for index in range(int(state.budget[0])):
             state = step(state, settings)
+            sampling.require_finite(state.token >= 0)
             yield int(state.new_ids[index, 0])
-            if state.done[0]:
+            if not state.active[0]:
                 return
 
     return tokens(state)
