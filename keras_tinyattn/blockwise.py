@@ -126,7 +126,7 @@ def blockwise_attention(queries, keys, values, key_mask=None, causal=False, bloc
                 lambda j, *_: j < end, add_one_key_block, (begin, output, maximum, total)
             )
             if key_mask is not None:
-                # Zeros for a query with no key to see; its log-sum-exp then meets scores of `lowest` only.
+                # Zeros for a query with no key to see; its log-sum-exp meets scores of `lowest` only.
                 total = ops.where(total == 0.0, 1.0, total)
             return (
                 i + 1,

@@ -26,7 +26,7 @@ DEEPEST = 50
 
 
 def check(model, about):
-    """Refuse, before the work begins, what no card can hold: NaN in the weights, `about` unlike JSON."""
+    """Refuse, before the work begins, what no card can hold: weights or `about` that are no JSON."""
     for variable in model.variables:
         value = tf.convert_to_tensor(variable.value)
         if value.dtype.is_floating and not tf.reduce_all(tf.math.is_finite(value)):

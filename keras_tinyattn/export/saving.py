@@ -30,9 +30,9 @@ def export_saved_model(model, tokenizer, path, about=None):
             trained on, its loss, a licence.
 
     Returns:
-        The folder of the version, a `pathlib.Path`. `generate` and `generate_xla` give the same text for
-        float32 and float64. In bfloat16 and float16 both round, at other places, so that a text may go
-        another way where two tokens are about equally likely; the card says which it is.
+        The folder of the version, a `pathlib.Path`. `generate` and `generate_xla` give the same text in
+        float32 and float64. In bfloat16 and float16 they round at different places, and a text may go
+        another way where two tokens are about equally likely; the card says which holds.
 
     Raises:
         ValueError: if model and tokenizer disagree about the size of the vocabulary, a variable is not

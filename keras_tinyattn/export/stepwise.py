@@ -60,6 +60,8 @@ def sample(logits, position, **settings):
 
 
 def _finite(logits):
+    # float32 for `sample`, also under a float64 policy.
+    logits = tf.cast(logits, tf.float32)
     with tf.control_dependencies(sampling.require_finite(sampling.is_finite(logits))):
         return tf.identity(logits)
 

@@ -19,7 +19,9 @@ def generate(model, token_ids, max_new_tokens, *, stop=None, pad_id=0, jit_compi
         stop: a token id, or a list of up to 8 ids that end a continuation together; or a list with one
             of these, or None, per prompt. Only new tokens are searched for it.
         pad_id: the id that fills each row after its end.
-        jit_compile: whether XLA compiles the loop: slower at the first call, faster after.
+        jit_compile: whether XLA compiles the loop: slower at the first call, faster after. The ids are the
+            same in float32 and float64; in bfloat16 and float16 XLA rounds at different places, and where
+            two tokens are about equally likely it may take the other.
         **settings: how tokens are sampled, by the names of `sampling.SETTINGS`: `temperature` (0, the
             default, is greedy), `top_k`, `top_p`, `min_p`, `seed`.
 
