@@ -61,6 +61,9 @@ def value_errors():
 
 
 def _sentence(message):
+    if all(isinstance(part, str) for part in message):
+        # A constant: XLA drops an assertion, but not the operations on strings before it.
+        return tf.constant("".join(message))
     return tf.strings.join([part if isinstance(part, str) else _listed(part) for part in message])
 
 

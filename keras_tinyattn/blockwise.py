@@ -2,7 +2,7 @@
 
 from keras import backend, ops
 
-from keras_tinyattn.functional import attention_scores, causal_mask
+from keras_tinyattn.functional import attention_scores, causal_mask, huge
 
 __all__ = ["blockwise_attention"]
 
@@ -52,6 +52,7 @@ def blockwise_attention(queries, keys, values, key_mask=None, causal=False, bloc
     query_blocks = -(-ops.shape(queries)[2] // block_size)
     key_blocks = -(-ops.shape(keys)[2] // block_size)
     dtype = "float64" if backend.standardize_dtype(values.dtype) == "float64" else "float32"
+    lowest = -huge(dtype)
     within = ops.arange(block_size)
     on_diagonal = causal_mask(within, within)
 
@@ -80,19 +81,19 @@ def blockwise_attention(queries, keys, values, key_mask=None, causal=False, bloc
         )
 
     def pair_scores(query, key, j, diagonal, keys_in_rows=False):
-        """Scores of a query block and key block j, (H, block_size, block_size), -inf where masked."""
+        """Scores of a query block and key block j, (H, block_size, block_size), -huge where masked."""
         mask = on_diagonal if diagonal else None
         if key_mask is not None:
-            seen = _block(mask_blocks, j)
-            mask = seen if mask is None else mask & seen
+            keys_seen = _block(mask_blocks, j)
+            mask = keys_seen if mask is None else mask & keys_seen
         scores = attention_scores(key, query) if keys_in_rows else attention_scores(query, key)
         if mask is None:
             return scores
-        return ops.where(ops.swapaxes(mask, -1, -2) if keys_in_rows else mask, scores, float("-inf"))
+        return ops.where(ops.swapaxes(mask, -1, -2) if keys_in_rows else mask, scores, lowest)
 
-    def finite(maximum):
-        # A query that has seen no key yet has the maximum -inf; -inf - -inf is not a number.
-        return maximum if key_mask is None else ops.where(maximum == float("-inf"), 0.0, maximum)
+    def seen(maximum):
+        # Of a query that has seen no key yet; `lowest` less itself would give masked keys weight.
+        return maximum if key_mask is None else ops.where(maximum == lowest, 0.0, maximum)
 
     @ops.custom_gradient
     def attend(queries, keys, values):
@@ -103,14 +104,14 @@ def blockwise_attention(queries, keys, values, key_mask=None, causal=False, bloc
             query = _block(query_parts, i)
 
             def attend_one_key_block(j, scores, maximum):
-                weights = ops.exp(scores - finite(maximum))
+                weights = ops.exp(scores - seen(maximum))
                 attended = ops.matmul(ops.cast(weights, values.dtype), _block(value_parts, j))
                 return ops.cast(attended, dtype), ops.sum(weights, axis=-1, keepdims=True)
 
             def add_one_key_block(j, output, maximum, total):
                 scores = pair_scores(query, _block(key_parts, j), j, diagonal=False)
                 higher = ops.maximum(maximum, ops.max(scores, axis=-1, keepdims=True))
-                shrink = ops.exp(maximum - finite(higher))
+                shrink = ops.exp(maximum - seen(higher))
                 attended, weight = attend_one_key_block(j, scores, higher)
                 return j + 1, output * shrink + attended, higher, total * shrink + weight
 
@@ -125,12 +126,12 @@ def blockwise_attention(queries, keys, values, key_mask=None, causal=False, bloc
                 lambda j, *_: j < end, add_one_key_block, (begin, output, maximum, total)
             )
             if key_mask is not None:
-                # Zeros for a query with no key to see; its log-sum-exp then meets scores of -inf only.
+                # Zeros for a query with no key to see; its log-sum-exp meets scores of `lowest` only.
                 total = ops.where(total == 0.0, 1.0, total)
             return (
                 i + 1,
                 _put(outputs, i, ops.cast(output / total, values.dtype)),
-                _put(logsumexps, i, ops.swapaxes(finite(maximum) + ops.log(total), -1, -2)),
+                _put(logsumexps, i, ops.swapaxes(seen(maximum) + ops.log(total), -1, -2)),
             )
 
         _, outputs, logsumexps = _while_loop(

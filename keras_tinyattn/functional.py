@@ -144,7 +144,7 @@ def attention_weights(scores, mask=None, rows_may_be_empty=True):
     scores = at_least_float32(scores)
     # One pass over the scores where a selection takes two, and no pass in the gradient. Subtracted, not
     # added: TensorFlow may fuse an addition of rank 4 into the product, at sixty times the cost.
-    penalty = ops.where(mask, ops.cast(0.0, scores.dtype), _huge(scores.dtype))
+    penalty = ops.where(mask, ops.cast(0.0, scores.dtype), huge(scores.dtype))
     weights = softmax(scores - penalty)
     if rows_may_be_empty:
         weights = ops.where(ops.any(mask, axis=-1, keepdims=True), weights, 0.0)
@@ -156,6 +156,6 @@ def at_least_float32(x):
     return ops.cast(x, "float32") if dtype in ("float16", "bfloat16") else x
 
 
-def _huge(dtype):
+def huge(dtype):
     """Half the largest number: a score minus this is zero after the softmax, and still finite."""
     return 8.9e307 if backend.standardize_dtype(dtype) == "float64" else 1.7e38

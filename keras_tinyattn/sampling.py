@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from keras_tinyattn._boundary import require
+
 __all__ = ["SETTINGS", "Setting", "filter_logits", "sample"]
 
 
@@ -39,7 +41,7 @@ SETTINGS = (
         "temperature",
         "float32",
         0.0,
-        lambda x: (x >= 0.0) & (x < np.inf),
+        lambda x: (x >= 0.0) & tf.math.is_finite(x),
         "a finite number of at least 0",
         "divides the logits; 0 is greedy",
     ),
@@ -97,13 +99,24 @@ def sample(logits, *, position=0, **settings):
             `filter_logits`; `seed`, any int32.
 
     Returns:
-        `(B,)` int32 token ids.
+        `(B,)` int32 token ids; -1 where the logits are not finite inside somebody else's compiled
+        function, which cannot raise.
+
+    Raises:
+        ValueError: if a logit is NaN or infinite; INVALID_ARGUMENT in a graph.
 
     Example:
 
     >>> sample(tf.constant([[0.1, 2.0, 0.3]])).numpy()
     array([1], dtype=int32)
     """
+    token_ids = sample_unchecked(logits, position=position, **settings)
+    with tf.control_dependencies(require_finite(token_ids >= 0)):
+        return tf.identity(token_ids)
+
+
+def sample_unchecked(logits, *, position=0, **settings):
+    """`sample` for a loop that may be compiled, where no error can be raised: -1 in place of one."""
     logits = tf.cast(logits, tf.float32)
     rows = tf.shape(logits)[:1]
     settings = SamplingSettings(**settings)
@@ -119,7 +132,22 @@ def sample(logits, *, position=0, **settings):
         kept = tf.cond(_any_filter(settings), lambda: _filter(logits, settings), lambda: logits)
         return _sample(kept, settings, position)
 
-    return tf.cond(tf.reduce_any(settings.temperature > 0.0), sampled, lambda: _argmax(logits))
+    token_ids = tf.cond(tf.reduce_any(settings.temperature > 0.0), sampled, lambda: _argmax(logits))
+    return tf.where(is_finite(logits), token_ids, -1)
+
+
+def is_finite(logits):
+    """Whether all logits of a position are finite: `(..., V)` to `(...)` booleans."""
+    return tf.reduce_all(tf.math.is_finite(logits), axis=-1)
+
+
+def require_finite(finite):
+    """The assertion that logits are finite, given where they are: booleans of any shape."""
+    return require(
+        tf.reduce_all(finite),
+        "The logits are not finite. Expected numbers. Received: NaN or infinity. "
+        "Look for NaN in the weights of the model, and for an overflow of half precision.",
+    )
 
 
 def filter_logits(logits, top_k=0, top_p=1.0, min_p=0.0):
@@ -144,6 +172,11 @@ def filter_logits(logits, top_k=0, top_p=1.0, min_p=0.0):
     >>> filter_logits(tf.constant([[1.0, 3.0, 2.0]]), top_k=2).numpy()
     array([[-inf,   3.,   2.]], dtype=float32)
     """
+    return tf.where(_kept(logits, top_k, top_p, min_p), logits, -np.inf)
+
+
+def _kept(logits, top_k, top_p, min_p):
+    """Where `filter_logits` keeps a logit."""
     rows, size = tf.shape(logits)[0], tf.shape(logits)[1]
     top_k = _one_per_row(top_k, tf.int32, (rows,))[:, None]
     top_p = _one_per_row(top_p, tf.float32, (rows,))[:, None]
@@ -156,8 +189,7 @@ def filter_logits(logits, top_k=0, top_p=1.0, min_p=0.0):
     kept = kept & (probabilities >= min_p * probabilities[:, :1])
     kept = kept | (rank == 0)
     # Back from ranks to token ids: the inverse of a permutation is its argsort.
-    kept = tf.gather(kept, tf.argsort(order), batch_dims=1)
-    return tf.where(kept, logits, -np.inf)
+    return tf.gather(kept, tf.argsort(order), batch_dims=1)
 
 
 _FILTERS = ("top_k", "top_p", "min_p")
@@ -188,8 +220,9 @@ def _call(*signature):
 @_call()
 def _filter(logits, settings):
     filters = {name: getattr(settings, name) for name in _FILTERS}
-    kept = filter_logits(_scale(logits, settings.temperature), **filters)
-    return tf.where(kept > -np.inf, logits, -np.inf)
+    kept = _kept(_scale(logits, settings.temperature), **filters)
+    # As unlikely as -inf, but finite: `tf.debugging.enable_check_numerics` stops at every infinity.
+    return tf.where(kept, logits, tf.float32.min)
 
 
 @_call(tf.TensorSpec((None,), tf.int32))
@@ -206,8 +239,10 @@ def _one_per_row(value, dtype, rows):
 
 def _scale(logits, temperature):
     """(logits - max) / temperature: the same distribution, and no temperature can overflow it."""
+    temperature = tf.maximum(temperature, np.finfo(np.float32).tiny)[:, None]
     shifted = logits - tf.reduce_max(logits, axis=-1, keepdims=True)
-    return shifted / tf.maximum(temperature, np.finfo(np.float32).tiny)[:, None]
+    # From -200 down there is no probability left, and no noise that could make up for it.
+    return tf.maximum(shifted, -200.0 * tf.minimum(temperature, 1e36)) / temperature
 
 
 def _argmax(logits):

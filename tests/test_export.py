@@ -653,6 +653,144 @@ def test_the_operations_of_a_signature_are_counted_through_the_functions_it_call
     assert "steep" in function
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_logits_that_are_not_finite_are_an_invalid_argument_of_every_signature(byte_path, bad):
+    loaded = load_saved_model(byte_path)
+    texts, ints = tf.constant(["ab", "c"]), tf.constant([1, 1])
+    inputs = {
+        **dict.fromkeys(("serving_default", "generate", "generate_xla"), {"prompt": texts}),
+        **dict.fromkeys(("score", "attention"), {"text": texts}),
+        "generate_ids": {"prompt_ids": ints[:, None], "stop_id": -ints},
+        "prefill": {"prompt_ids": ints[:, None]},
+        "step": {"token_id": ints},
+        "sample": {"logits": tf.constant([[0.0] * 256, [bad] + [0.0] * 255])},
+    }
+    others = {"stop": tf.constant(["", ""]), "prompt_length": ints, "position": ints, **settings(2)}
+    [table] = [x for x in loaded._loaded.variables_of_model if tuple(x.shape) == (256, 8)]
+    rows = table.numpy()
+    rows[200] = bad  # The projection is tied to it.
+    table.assign(rows)
+    for name, given in inputs.items():
+        specs = loaded.signatures[name].structured_input_signature[1]
+        filled = {
+            key: given[key]
+            if key in given
+            else others[key]
+            if key in others
+            else tf.zeros((2, *spec.shape[1:]), spec.dtype)
+            for key, spec in specs.items()
+        }
+        with pytest.raises(tf.errors.InvalidArgumentError, match="The logits are not finite. Expected"):
+            loaded.signatures[name](**filled)
+    with pytest.raises(ValueError, match="The logits are not finite. Expected numbers."):
+        loaded.score("ab")
+
+
+def _circular():
+    about = {}
+    about["itself"] = [about]
+    return about
+
+
+@pytest.mark.parametrize(
+    ("about", "received"),
+    [
+        ({"loss": float("nan")}, "Out of range float values|nan"),
+        ({"loss": -float("inf")}, "Out of range float values|inf"),
+        ({"loss": np.float32(1)}, "float32 is not JSON"),
+        ({"tags": {"a"}}, "set is not JSON"),
+        ({"loss": tf.constant(1.0)}, "not JSON"),
+        ({"raw": b"a"}, "bytes is not JSON"),
+        ({1: "a"}, "the key 1"),
+        ({"nested": [{None: 2}]}, "the key None"),
+        (["a"], "list, no dictionary"),
+        ("", "str, no dictionary"),
+        ({"text": "\ud800"}, "surrogates"),
+        (_circular(), "one in itself"),
+        ({"deep": json.loads("[" * 900 + "]" * 900)}, "more than 50 levels"),
+    ],
+)
+def test_about_that_is_no_json_is_refused_before_anything_is_written(
+    byte_model, tmp_path, about, received
+):
+    with pytest.raises(ValueError, match=f"about becomes a part of the model card.*({received})"):
+        export_saved_model(byte_model, ByteTokenizer(), tmp_path / "new", about=about)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_that_are_not_finite_are_not_exported_and_logits_neither(tmp_path):
+    model = gpt(256, sequence_length=8, hidden_dim=4, num_heads=1, num_layers=1)
+    model.build((None, 8))
+    kernel = model.blocks[0].mlp_expand.kernel
+    kernel.assign(tf.fill(kernel.shape, np.nan))
+    with pytest.raises(
+        ValueError, match="not finite.* Received: NaN or infinity in .*mlp_expand/kernel"
+    ):
+        export_saved_model(model, ByteTokenizer(), tmp_path / "new")
+    assert list(tmp_path.iterdir()) == []
+    kernel.assign(tf.zeros(kernel.shape))
+    model.final_norm.gamma.assign(tf.fill(model.final_norm.gamma.shape, 3e38))
+    model.embedding.token_embeddings.assign(tf.random.normal((256, 4)) * 1e3)
+    with pytest.raises(ValueError, match="The logits are not finite. Expected numbers."):
+        export_saved_model(model, ByteTokenizer(), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_card_with_nan_fails_and_the_types_of_the_layers_say_how_close_is_close(lesson_path):
+    card = json.loads((lesson_path / "model_card.json").read_text(encoding="utf-8"))
+    assert card["precision"]["compute_dtypes"] == ["float32"]
+    for value, seen, dtypes, passed in (
+        (1.0, 1.01, ["float32"], False),
+        (1.0, 1.01, ["float64"], False),
+        (1.0, 1.01, ["float16", "float32"], True),
+        (1.0, 1.1, ["float16"], False),
+        (1.0, 1.1, ["bfloat16", "float32"], True),
+        (1.0, 2.0, ["bfloat16"], False),
+        (float("nan"), float("nan"), ["bfloat16"], False),
+    ):
+        expected = {"loss": {"dtype": "float32", "value": [value]}}
+        outputs = {"loss": tf.constant([seen])}
+        assert _check_alone.compare("loss", outputs, expected, dtypes)[2] == passed
+
+
+@pytest.mark.parametrize("wrong", [None, "token", "seed"])
+def test_verify_follows_a_compiled_text_in_half_precision_past_near_ties(tmp_path, wrong):
+    # Set on the layers alone: the policy of the model says float32.
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        parts = gpt(256, sequence_length=16, hidden_dim=8, num_heads=2, num_layers=1)
+    finally:
+        keras.config.set_dtype_policy(before)
+    model = CausalLM(parts.embedding, parts.blocks, parts.projection, parts.final_norm)
+    model.build((None, 16))
+    folder = export_saved_model(model, ByteTokenizer(), tmp_path)
+    card = json.loads((folder / "model_card.json").read_text(encoding="utf-8"))
+    assert card["model"]["dtype_policy"] == "float32"
+    dtypes = card["precision"]["compute_dtypes"]
+    assert "bfloat16" in dtypes
+    assert "may differ" in card["precision"]["same_text"]
+    loaded = load_saved_model(folder)
+    request = {
+        "prompt": tf.constant([b"abc", b"d"]),
+        **settings(2, max_new_tokens=[8, 5], temperature=[0.0, 1.0], top_k=[0, 50]),
+        "stop": tf.constant(["", ""]),
+    }
+
+    def call(name, inputs):
+        # Plain in place of compiled, as fast and as good here; all logits are close, so many are ties.
+        if name != "generate_xla":
+            return loaded.signatures[name](**inputs)
+        if wrong == "seed":
+            inputs = {**inputs, "seed": inputs["seed"] + 1}
+        outputs = dict(loaded.signatures["generate"](**inputs))
+        if wrong == "token":
+            outputs["new_logprobs"] += 3.0
+        return outputs
+
+    assert _check_alone.check_rounding("xla", call, request, dtypes)[2] == (wrong is None)
+
+
 @pytest.mark.parametrize("content", [None, b"", b"not a graph"])
 def test_a_folder_without_a_graph_has_no_operations(tmp_path, content):
     if content is not None:

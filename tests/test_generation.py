@@ -628,3 +628,54 @@ def test_a_block_that_is_used_twice_keeps_a_cache_for_each_use():
     model = CausalLM(TokenAndPositionEmbedding(V, LENGTH, 12), [block, block], VocabProjection(V))
     model.build((None, LENGTH))
     check_against_windows(model, model.generate([1, 2, 3], 6, jit_compile=False), 3)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_logits_that_are_not_finite_are_an_error_on_every_path(bad):
+    keras.utils.set_random_seed(1)
+    model = CausalLM(
+        TokenAndPositionEmbedding(V, LENGTH, 4),
+        [DecoderBlock(4, 1)],
+        VocabProjection(V, use_bias=True),
+    )
+    model.build((None, LENGTH))
+    right = generate(model, [1, 2], 3, jit_compile=False).token_ids.tolist()
+    assert list(stream(model, [1, 2], 3)) == right[2:]
+    bias = np.zeros(V)
+    bias[7] = bad  # Of one token, which with -inf no argmax would take.
+    model.projection.bias.assign(bias)
+    for jit_compile in (False, True):
+        for settings in ({}, {"temperature": 1.0, "top_k": 3}):
+            with pytest.raises(ValueError, match="The logits are not finite. Expected numbers."):
+                generate(model, [1, 2], 3, jit_compile=jit_compile, **settings)
+    with pytest.raises(ValueError, match="The logits are not finite. Expected numbers."):
+        list(stream(model, [1, 2], 3))
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_a_row_whose_logits_do_not_count_fails_no_other(model, jit_compile):
+    broken = keras.models.clone_model(model)
+    broken.build((None, LENGTH))
+    broken.set_weights(model.get_weights())
+    positions = broken.embedding.position_embeddings
+    table = positions.numpy()
+    table[-1] = np.nan
+    positions.assign(table)
+    whole = [1] * LENGTH  # No room: its logits are not asked for.
+    right = generate(model, [[1, 2]], 3, jit_compile=False).token_ids[0].tolist()
+    if not jit_compile:  # Compiled, every window is as wide as the model.
+        result = generate(broken, [[1, 2]], 3, jit_compile=False)
+        assert result.token_ids[0].tolist() == right
+    embedding = broken.embedding.token_embeddings
+    positions.assign(model.embedding.position_embeddings)
+    untied = CausalLM(broken.embedding, broken.blocks, VocabProjection(V), final_norm=broken.final_norm)
+    untied.build((None, LENGTH))
+    right = generate(untied, [1, 2], 1, jit_compile=jit_compile)
+    table = embedding.numpy()
+    table[9] = np.nan
+    embedding.assign(table)
+    with pytest.raises(ValueError, match="The logits are not finite"):
+        generate(untied, [[1, 2], [9]], 1, jit_compile=jit_compile)
+    result = generate(untied, [[1, 2], [9], [9, *whole[1:]]], [1, 0, 5], jit_compile=jit_compile)
+    assert result.token_ids[0, :3].tolist() == right.token_ids.tolist()
+    assert np.isfinite(result.new_logprobs).all()

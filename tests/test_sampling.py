@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from keras_tinyattn import filter_logits, sample
-from keras_tinyattn.sampling import _gumbel_noise
+from keras_tinyattn.sampling import _gumbel_noise, _scale
 
 LOGITS = np.log([[0.4, 0.3, 0.15, 0.1, 0.05]]).astype("float32")
 
@@ -193,3 +193,25 @@ def test_min_p_counts_on_the_distribution_at_the_temperature():
     assert many(LOGITS, rows=2000, temperature=1.0, min_p=0.2)[3] > 0
     assert many(LOGITS, rows=2000, temperature=0.5, min_p=0.2)[3] == 0
     assert many(LOGITS, rows=2000, temperature=5.0, min_p=1.0).tolist() == [2000, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5}])
+def test_logits_that_are_not_finite_are_refused_and_minus_one_where_nothing_can_raise(bad, settings):
+    logits = tf.constant([[0.0, 2.0, 1.0], [0.0, bad, 1.0]])
+    with pytest.raises(ValueError, match="The logits are not finite. Expected numbers. Received: NaN"):
+        sample(logits, **settings)
+    graph = tf.function(lambda x: sample(x, **settings))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="The logits are not finite. Expected"):
+        graph(logits)
+    compiled = tf.function(lambda x: sample(x, **settings), jit_compile=True)
+    first, second = compiled(logits).numpy()
+    assert (first, second) == (sample(logits[:1], **settings).numpy()[0], -1)
+
+
+def test_no_temperature_makes_an_infinity():
+    logits = tf.constant([[5.0, -5.0, 0.0]] * 3)
+    assert np.isfinite(_scale(logits, tf.constant([0.0, 1e-38, 3e38]))).all()
+    moderate = _scale(logits, tf.constant([0.1, 1.0, 30.0]))
+    # Bit for bit what a plain division gives.
+    assert np.array_equal(moderate, (logits - 5.0) / tf.constant([[0.1], [1.0], [30.0]]))

@@ -13,6 +13,7 @@ import sys
 
 import numpy as np
 import tensorflow as tf
+from ml_dtypes import finfo
 from tensorflow.python.framework import op_def_registry
 
 # By its path, since the package itself is not to be imported here.
@@ -39,6 +40,8 @@ def main(folder, mode):
         "": lambda name, inputs: loaded.signatures[name](**inputs),
         ", in a session": lambda name, inputs: run_in_session(session, definitions[name], inputs),
     }
+    dtypes = card.get("precision", {}).get("compute_dtypes", [])
+    half = {"bfloat16", "float16"} & set(dtypes)
     for answer in card["answers"]:
         inputs = {key: from_json(part) for key, part in answer["inputs"].items()}
         names = [answer["signature"]]
@@ -46,13 +49,16 @@ def main(folder, mode):
             names.append("generate_xla")
         for where, call in callers.items():
             for name in names:
-                rows.append(check(name + where + suffix, answer["outputs"], call, name, inputs))
+                label = name + where + suffix
+                row = check(label, answer["outputs"], call, name, inputs, dtypes=dtypes)
+                if name == "generate_xla" and half and not row[2]:
+                    row = check_rounding(label, call, inputs, dtypes)
+                rows.append(row)
             if names == ["generate_ids"]:
                 label = f"prefill, step and sample{where}{suffix}"
                 expected = first_new_tokens(answer)
-                rows.append(
-                    check(label, expected, walk, call, inputs, len(expected["token_id"]["value"]))
-                )
+                count = len(expected["token_id"]["value"])
+                rows.append(check(label, expected, walk, call, inputs, count, dtypes=dtypes))
     return rows
 
 
@@ -123,14 +129,63 @@ def first_new_tokens(answer):
     }
 
 
-def check(label, expected, function, *inputs):
+def check_rounding(label, call, inputs, dtypes):
+    """Check a compiled answer in half precision, which may take another token at a near-tie.
+
+    The plain steps read the tokens as they came. Each must be the one that `sample` takes once its
+    logit is raised by the rounding, and that of the plain choice lowered, with the log-probability that
+    the plain logits give it.
+    """
+    try:
+        outputs = call("generate_xla", inputs)
+        prompt = call("tokenize", {"text": inputs["prompt"]})
+        seen, expected = follow(call, inputs, prompt, outputs, tolerance(dtypes)[0])
+    except Exception as error:
+        return [label, f"{type(error).__name__}: {error}".partition("\n")[0], False]
+    label, difference, passed = compare(label, seen, expected, dtypes)
+    return [label, f"{difference}, where it goes another way at a near-tie", passed]
+
+
+def follow(call, request, prompt, outputs, rounding):
+    """The new tokens and their log-probabilities, as they came and as the plain steps take them."""
+    names = ("temperature", "top_k", "top_p", "min_p", "seed")
+    settings = {name: request[name] for name in names if name in request}
+    ids, first, last = map(np.asarray, (outputs["token_ids"], prompt["length"], outputs["length"]))
+    rows, seen, expected = np.arange(len(ids)), [], []
+    state = call("prefill", {"prompt_ids": prompt["token_ids"], "prompt_length": first})
+    for index in range(max(last - first)):
+        # A row that has come to its end reads its last token again.
+        position = np.minimum(first + index, last - 1).astype("int32")
+        token, logits = ids[rows, position], np.array(state["logits"])
+        logprobs = tf.nn.log_softmax(logits).numpy()[rows, token]
+        place = {"position": tf.constant(position)}
+        shift = rounding * (1 + np.max(np.abs(logits), axis=1))
+        for _ in range(2):
+            inputs = {"logits": tf.constant(logits), **place, **settings}
+            sampled = np.asarray(call("sample", inputs)["token_id"])
+            logits[rows, sampled] -= shift
+            logits[rows, token] += shift
+        counted = first + index < last
+        new_logprobs = np.asarray(outputs["new_logprobs"])[:, index]
+        seen += zip(token[counted], new_logprobs[counted], strict=True)
+        expected += zip(sampled[counted], logprobs[counted], strict=True)
+        cache = {name[4:]: part for name, part in state.items() if name.startswith("new_")}
+        state = call("step", {"token_id": tf.constant(token), **place, **cache})
+    (ids, logprobs), (right_ids, right_logprobs) = (zip(*x, strict=True) for x in (seen, expected))
+    return {"token_id": ids, "logprob": logprobs}, {
+        "token_id": {"dtype": "int32", "value": right_ids},
+        "logprob": {"dtype": "float32", "value": right_logprobs},
+    }
+
+
+def check(label, expected, function, *inputs, dtypes=()):
     """Compare what a function returns; an error is a failed row."""
     try:
         outputs = function(*inputs)
     except Exception as error:
         reason = str(error).removeprefix("Graph execution error:").strip().partition("\n")[0]
         return [label, f"{type(error).__name__}: {reason}", False]
-    return compare(label, outputs, expected)
+    return compare(label, outputs, expected, dtypes)
 
 
 def from_json(part):
@@ -141,8 +196,15 @@ def from_json(part):
     return tf.constant(value, part["dtype"])
 
 
-def compare(label, outputs, expected):
-    """Equal strings and integers, and floats as close as another order of summing leaves them."""
+def tolerance(dtypes):
+    """The relative and the absolute error that rounding leaves, by the coarsest type computed in."""
+    rounding = [16 * float(finfo(tf.as_dtype(name).as_numpy_dtype).eps) for name in dtypes]
+    return max([1e-3, *rounding]), max([1e-4, *rounding])
+
+
+def compare(label, outputs, expected, dtypes=()):
+    """Equal strings and integers, and floats as close as rounding in the model's types leaves them."""
+    rtol, atol = tolerance(dtypes)
     # The card leaves out answers of many entries.
     worst, wrong = 0.0, sorted(set(expected) - set(outputs))
     for name in set(outputs) & set(expected):
@@ -151,7 +213,7 @@ def compare(label, outputs, expected):
             wrong.append(name)
         elif right.dtype.kind == "f":
             worst = max(worst, float(np.max(np.abs(seen - right), initial=0.0)))
-            if not np.allclose(seen, right, rtol=1e-3, atol=1e-4):
+            if not np.allclose(seen, right, rtol=rtol, atol=atol):
                 wrong.append(name)
         elif not np.array_equal(seen, right):
             wrong.append(name)

@@ -13,6 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_tinyattn._boundary import value_errors
 from keras_tinyattn.sampling import SETTINGS
 from keras_tinyattn.version import __version__
 
@@ -20,6 +21,46 @@ CARD = "model_card.json"
 WARMUP = "assets.extra/tf_serving_warmup_requests"
 # Answers with more entries, such as whole caches, would make the card larger than the model.
 LARGEST_ANSWER = 1000
+# How deep lists and dictionaries in `about` may stand in each other.
+DEEPEST = 50
+
+
+def check(model, about):
+    """Refuse, before the work begins, what no card can hold: weights or `about` that are no JSON."""
+    for variable in model.variables:
+        value = tf.convert_to_tensor(variable.value)
+        if value.dtype.is_floating and not tf.reduce_all(tf.math.is_finite(value)):
+            raise ValueError(
+                "A variable is not finite. Expected numbers. "
+                f"Received: NaN or infinity in {variable.path}. "
+                "Export a checkpoint from before the training diverged."
+            )
+    try:
+        if not isinstance(about, dict):
+            raise TypeError(f"{type(about).__name__}, no dictionary")
+        _check_keys(about, DEEPEST)
+        json.dumps(about, ensure_ascii=False, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            "about becomes a part of the model card, which is JSON. Expected a dictionary of strings, "
+            "finite numbers, booleans, None, lists and dictionaries whose keys are strings. "
+            f"Received: {error}. Leave it out, or make it a string."
+        ) from None
+
+
+def _check_keys(value, depth):
+    """`json` would write other keys as strings in silence."""
+    if not depth:
+        raise ValueError(f"more than {DEEPEST} levels, or one in itself")
+    if isinstance(value, dict):
+        wrong = [key for key in value if not isinstance(key, str)]
+        if wrong:
+            raise TypeError(f"the key {wrong[0]!r}")
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return
+    for part in value:
+        _check_keys(part, depth - 1)
 
 
 def write(folder, model, tokenizer, signatures, about):
@@ -37,10 +78,7 @@ def write(folder, model, tokenizer, signatures, about):
         {
             "signature": name,
             "inputs": _to_json(inputs),
-            "outputs": _to_json(
-                signatures[name](**{key: tf.constant(value) for key, value in inputs.items()}),
-                largest=LARGEST_ANSWER,
-            ),
+            "outputs": _to_json(_answer(signatures[name], inputs), largest=LARGEST_ANSWER),
         }
         for name, inputs in requests
     ]
@@ -57,6 +95,7 @@ def write(folder, model, tokenizer, signatures, about):
             "hidden_dim": model.embedding.hidden_dim,
             "dtype_policy": model.dtype_policy.name,
         },
+        "precision": _precision(model),
         "tokenizer": {"class": type(tokenizer).__name__, **tokenizer.get_config()},
         "versions": {
             "keras_tinyattn": __version__,
@@ -71,7 +110,27 @@ def write(folder, model, tokenizer, signatures, about):
         },
         "answers": answers,
     }
-    (folder / CARD).write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps(content, ensure_ascii=False, allow_nan=False)
+    (folder / CARD).write_text(text + "\n", encoding="utf-8")
+
+
+def _precision(model):
+    """The types that the layers compute in, and what they promise."""
+    dtypes = {layer.compute_dtype for layer in model._flatten_layers(include_self=False)}
+    half = sorted(dtypes & {"bfloat16", "float16"})
+    if half:
+        promise = (
+            f"{' and '.join(half)}: generate_xla rounds at other places than generate, so its text may "
+            "differ from where two tokens are about equally likely"
+        )
+    else:
+        promise = "the same text from generate and generate_xla"
+    return {"compute_dtypes": sorted(dtypes), "same_text": promise}
+
+
+def _answer(signature, inputs):
+    with value_errors():  # Finite weights, too, may give logits that are not.
+        return signature(**{key: tf.constant(value) for key, value in inputs.items()})
 
 
 def _example_requests(model, tokenizer):

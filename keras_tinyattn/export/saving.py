@@ -36,10 +36,13 @@ def export_saved_model(model, tokenizer, path, about=None):
             trained on, its loss, a licence.
 
     Returns:
-        The folder of the version, a `pathlib.Path`.
+        The folder of the version, a `pathlib.Path`. `generate` and `generate_xla` give the same text in
+        float32 and float64. In bfloat16 and float16 they round at different places, and a text may go
+        another way where two tokens are about equally likely; the card says which holds.
 
     Raises:
-        ValueError: if model and tokenizer disagree about the size of the vocabulary.
+        ValueError: if model and tokenizer disagree about the size of the vocabulary, a variable is not
+            finite, or `about` is not JSON.
         OSError: if the folder cannot be written.
     """
     if tokenizer.vocabulary_size != model.vocabulary_size:
@@ -48,13 +51,15 @@ def export_saved_model(model, tokenizer, path, about=None):
             f"{tokenizer.vocabulary_size} in the tokenizer, {model.vocabulary_size} in the model. "
             "Export the model with the tokenizer that it was trained with."
         )
+    about = {} if about is None else about
+    card.check(model, about)
     base = pathlib.Path(path)
     base.mkdir(parents=True, exist_ok=True)
     with _unfinished_folder(base) as unfinished:
         module = Signatures(model, tokenizer)
         signatures = module.trace()
         tf.saved_model.save(module, str(unfinished), signatures=signatures)
-        card.write(unfinished, model, tokenizer, signatures, about or {})
+        card.write(unfinished, model, tokenizer, signatures, about)
         unfinished.chmod(0o755)
         return _rename_to_next_version(unfinished, base)
 

@@ -152,8 +152,12 @@ class Signatures(tf.Module):
     def score(self, text):
         """The log-probability of each token of a text, given those before it."""
         token_ids, length = self._window(text, self._model().sequence_length)
-        logits, _, _ = self._read_window(token_ids)
-        logprobs = tf.nn.log_softmax(tf.cast(logits, tf.float32))[:, :-1]
+        logits = tf.cast(self._read_window(token_ids)[0], tf.float32)
+        # Behind the last token but one a row predicts nothing.
+        behind = ~tf.sequence_mask(length - 1, tf.shape(token_ids)[1])
+        with tf.control_dependencies(sampling.require_finite(sampling.is_finite(logits) | behind)):
+            logits = tf.identity(logits)
+        logprobs = tf.nn.log_softmax(logits)[:, :-1]
         logprobs = tf.gather(logprobs, token_ids[:, 1:], batch_dims=2)
         real = tf.sequence_mask(length - 1, tf.shape(logprobs)[1])
         logprobs = tf.where(real, logprobs, 0.0)
@@ -171,6 +175,9 @@ class Signatures(tf.Module):
         token_ids, length = self._window(text, longest)
         logits, weights, _ = self._read_window(token_ids, attention_scores=True)
         real = tf.sequence_mask(length, tf.shape(token_ids)[1])
+        next_logits = tf.cast(tf.gather(logits, length - 1, batch_dims=1), tf.float32)
+        with tf.control_dependencies(sampling.require_finite(sampling.is_finite(next_logits))):
+            next_logits = tf.identity(next_logits)
         weights = tf.stack([tf.cast(layer, tf.float32) for layer in weights], axis=1)
         pieces = self._shared.detokenize(
             tf.reshape(token_ids, (-1, 1)), tf.ones(tf.size(token_ids), tf.int32)
@@ -179,7 +186,7 @@ class Signatures(tf.Module):
             "tokens_bytes": tf.where(real, tf.reshape(pieces, tf.shape(token_ids)), ""),
             "length": length,
             "weights": tf.where(real[:, None, None, :, None], weights, 0.0),
-            "next_logits": tf.gather(logits, length - 1, batch_dims=1),
+            "next_logits": next_logits,
         }
 
     def tokenize(self, text):

@@ -17,7 +17,7 @@ def prefill(model, prompt_ids, prompt_length):
     prompt_ids = check_ids(prompt_ids, prompt_length, model.vocabulary_size)
     width = tf.maximum(tf.reduce_max(prompt_length), 1)
     logits, _, cache = window_graph(model)(read_parameters(model), prompt_ids[:, :width])
-    logits = tf.gather(logits, prompt_length - 1, batch_dims=1)
+    logits = _finite(tf.gather(logits, prompt_length - 1, batch_dims=1))
     cache = grow_cache(model, cache, model.sequence_length)
     return {"logits": logits, **_cache_outputs(model, cache)}
 
@@ -46,7 +46,7 @@ def step(model, token_id, position, **cache):
             for index, (keys, values) in enumerate(model.make_cache(1, 1))
         ),
     )
-    return {"logits": tf.squeeze(logits, 1), **_cache_outputs(model, cache)}
+    return {"logits": _finite(tf.squeeze(logits, 1)), **_cache_outputs(model, cache)}
 
 
 def sample(logits, position, **settings):
@@ -57,6 +57,13 @@ def sample(logits, position, **settings):
     token_id = sampling.sample(logits, position=position, **settings._asdict())
     logprob = tf.gather(tf.nn.log_softmax(logits), token_id, batch_dims=1)
     return {"token_id": token_id, "logprob": logprob}
+
+
+def _finite(logits):
+    # float32 for `sample`, also under a float64 policy.
+    logits = tf.cast(logits, tf.float32)
+    with tf.control_dependencies(sampling.require_finite(sampling.is_finite(logits))):
+        return tf.identity(logits)
 
 
 def cache_inputs(model):

@@ -104,8 +104,8 @@ class State(NamedTuple):
     position: Any  # (B,) int32: where it stands
     budget: Any  # (B,) int32: how many new tokens the row may have
     count: Any  # (B,) int32: how many it has
-    done: Any  # (B,) boolean
-    stopped: Any  # (B,) boolean: done by its stop
+    active: Any  # (B,) boolean: neither stopped nor at the end of its budget
+    stopped: Any  # (B,) boolean: ended by its stop
     recent: Any  # (B, M) int32: the newest tokens, to compare with a stop of M tokens
     new_ids: Any  # (N, B) int32
     new_logprobs: Any  # (N, B) float32
@@ -121,7 +121,7 @@ def _state_spec(model):
         position=row,
         budget=row,
         count=row,
-        done=flags,
+        active=flags,
         stopped=flags,
         recent=request_spec()[2].stop,
         new_ids=tf.TensorSpec((slots, None), tf.int32),
@@ -153,7 +153,7 @@ def _loop_graph(model, compiled):
 
 
 def _goes_on(state, cache_length):
-    return ~tf.reduce_all(state.done) & tf.reduce_all(state.position < cache_length)
+    return tf.reduce_any(state.active) & tf.reduce_all(state.position < cache_length)
 
 
 def _prefill(model, parameters, prompt_ids, prompt_lengths, settings, budget, compiled=False):
@@ -169,7 +169,7 @@ def _prefill(model, parameters, prompt_ids, prompt_lengths, settings, budget, co
         position=last,
         budget=budget,
         count=tf.zeros_like(budget),
-        done=budget == 0,
+        active=budget > 0,
         stopped=tf.zeros_like(budget, tf.bool),
         recent=tf.fill(tf.shape(settings.stop), -2),  # which no stop matches
         new_ids=tf.zeros((slots, rows), tf.int32),
@@ -184,23 +184,28 @@ def _step(model, parameters, state, settings, in_place):
         parameters, tf.expand_dims(state.token, 1), tf.expand_dims(state.position, 1), state.cache
     )
     logits = tf.cast(tf.squeeze(logits, 1), tf.float32)
-    token = sampling.sample(logits, position=state.position + 1, **sampling_settings(settings))
-    logprobs = -tf.nn.sparse_softmax_cross_entropy_with_logits(labels=token, logits=logits)
-    active = ~state.done
-    count = state.count + tf.cast(active, tf.int32)
+    token = sampling.sample_unchecked(
+        logits, position=state.position + 1, **sampling_settings(settings)
+    )
+    # A token of -1, where the logits are not finite, is refused when the loop is over.
+    logprobs = -tf.nn.sparse_softmax_cross_entropy_with_logits(
+        labels=tf.maximum(token, 0), logits=logits
+    )
+    count = state.count + tf.cast(state.active, tf.int32)
     recent = tf.concat([state.recent[:, 1:], tf.expand_dims(token, 1)], axis=1)
     # -1 stands in front of a shorter stop and matches anything; a row of -1 is no stop.
     match = tf.reduce_all((recent == settings.stop) | (settings.stop < 0), axis=1)
-    stopped = state.stopped | (active & match & (settings.stop[:, -1] >= 0))
+    stopped = state.stopped | (state.active & match & (settings.stop[:, -1] >= 0))
+    active = ~stopped & (count < state.budget)
     place = tf.reshape(state.index, (1, 1))
     return State(
         index=state.index + 1,
         token=token,
         # A row that is done stays where it is, inside the cache.
-        position=state.position + tf.cast(active & (count < state.budget), tf.int32),
+        position=state.position + tf.cast(active, tf.int32),
         budget=state.budget,
         count=count,
-        done=stopped | (count >= state.budget),
+        active=active,
         stopped=stopped,
         recent=recent,
         new_ids=tf.tensor_scatter_nd_update(state.new_ids, place, tf.expand_dims(token, 0)),
@@ -239,6 +244,8 @@ def _assemble(prompt_ids, prompt_lengths, new_ids, new_logprobs, count, stopped,
         place < prompt_lengths[:, None], from_prompt, tf.gather(new_ids, offset, batch_dims=1)
     )
     counted = tf.range(added)[None, :] < count[:, None]
+    with tf.control_dependencies(sampling.require_finite((new_ids[:, :added] >= 0) | ~counted)):
+        lengths = tf.identity(lengths)
     return Generation(
         tf.where(place < lengths[:, None], token_ids, pad_id),
         lengths,

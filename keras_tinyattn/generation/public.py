@@ -2,6 +2,7 @@
 
 import tensorflow as tf
 
+from keras_tinyattn import sampling
 from keras_tinyattn._boundary import value_errors
 from keras_tinyattn.generation.loop import request_graph, stepwise_graphs
 from keras_tinyattn.generation.request import Generation, make_prompts, make_settings
@@ -18,7 +19,9 @@ def generate(model, token_ids, max_new_tokens, *, stop=None, pad_id=0, jit_compi
         stop: a token id, or a list of up to 8 ids that end a continuation together; or a list with one
             of these, or None, per prompt. Only new tokens are searched for it.
         pad_id: the id that fills each row after its end.
-        jit_compile: whether XLA compiles the loop: slower at the first call, faster after.
+        jit_compile: whether XLA compiles the loop: slower at the first call, faster after. The ids are the
+            same in float32 and float64; in bfloat16 and float16 XLA rounds at different places, and where
+            two tokens are about equally likely it may take the other.
         **settings: how tokens are sampled, by the names of `sampling.SETTINGS`: `temperature` (0, the
             default, is greedy), `top_k`, `top_p`, `min_p`, `seed`.
 
@@ -27,7 +30,7 @@ def generate(model, token_ids, max_new_tokens, *, stop=None, pad_id=0, jit_compi
 
     Raises:
         ValueError: if a prompt is empty or longer than `sequence_length`, an id is outside the
-            vocabulary, or a setting is out of range.
+            vocabulary, a setting is out of range, or the logits of a new token are not finite.
 
     Example:
 
@@ -60,7 +63,8 @@ def stream(model, token_ids, max_new_tokens, *, stop=None, **settings):
         Integers: the ids that `generate` gives for the same arguments, a stop included.
 
     Raises:
-        ValueError: as `generate`; at the call, before the first token is asked for.
+        ValueError: as `generate`; at the call, before the first token is asked for, but where the
+            logits of a token are not finite.
     """
     _build(model)
     prompts, lengths, single = make_prompts(token_ids, 0)
@@ -77,8 +81,9 @@ def stream(model, token_ids, max_new_tokens, *, stop=None, **settings):
     def tokens(state):
         for index in range(int(state.budget[0])):
             state = step(state, settings)
+            sampling.require_finite(state.token >= 0)
             yield int(state.new_ids[index, 0])
-            if state.done[0]:
+            if not state.active[0]:
                 return
 
     return tokens(state)

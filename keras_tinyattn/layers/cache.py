@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 from keras import ops
 
 from keras_tinyattn import functional
+from keras_tinyattn.layers._masks import nan_unless
 
 
 class Step(NamedTuple):
@@ -80,7 +81,7 @@ def make_step(positions, cache):
     else:
         at = positions
     inside = ops.clip(at, 0, length - 1)
-    poison = ops.expand_dims(ops.where(ops.equal(inside, at), 0.0, float("nan")), -1)
+    poison = ops.expand_dims(nan_unless(ops.equal(inside, at), "float32"), -1)
     inside = ops.cast(inside, "int32")
     first = ops.reshape(ops.arange(rows * num_heads) * length, (rows, num_heads, 1))
     shape = (rows, num_heads, length, head_dim)

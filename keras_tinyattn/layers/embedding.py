@@ -4,6 +4,7 @@ import keras
 from keras import backend, constraints, initializers, ops, regularizers
 
 from keras_tinyattn.layers._arguments import check_positions, check_size, own_draw
+from keras_tinyattn.layers._masks import nan_unless
 
 __all__ = ["TokenAndPositionEmbedding"]
 
@@ -99,12 +100,13 @@ class TokenAndPositionEmbedding(keras.layers.Layer):
                     "Shorten the window, or build the layer with a larger sequence_length."
                 )
             positions = ops.arange(ops.shape(token_ids)[1])
-        return self._look_up(self.token_embeddings, token_ids) + self._look_up(
-            self.position_embeddings, positions
-        )
+        tokens, are_tokens = self._look_up(self.token_embeddings, token_ids)
+        places, are_places = self._look_up(self.position_embeddings, positions)
+        known = ops.expand_dims(are_tokens & are_places, -1)
+        return ops.where(known, tokens + places, nan_unless(known, self.compute_dtype))
 
     def _look_up(self, table, indices):
-        """Rows of the table in the compute dtype, NaN where there is no such row."""
+        """Rows of the table in the compute dtype, and whether there are such rows."""
         indices = ops.convert_to_tensor(indices)
         whole = indices
         if backend.standardize_dtype(indices.dtype) not in ("int32", "int64"):
@@ -112,8 +114,7 @@ class TokenAndPositionEmbedding(keras.layers.Layer):
         inside = ops.clip(whole, 0, table.shape[0] - 1)
         rows = ops.cast(ops.take(table, inside, axis=0), self.compute_dtype)
         # Compared in the type that came in: a fraction, or what the cast wrapped, is no id either.
-        there = ops.cast(inside, indices.dtype) == indices
-        return ops.where(ops.expand_dims(there, -1), rows, float("nan"))
+        return rows, ops.cast(inside, indices.dtype) == indices
 
     def graph_key(self):
         """What a graph of the layer depends on, apart from its variables; hashable."""
