@@ -83,6 +83,22 @@ SamplingSettings = collections.namedtuple(
     defaults=[setting.default for setting in SETTINGS],
 )
 
+_POSITION = Setting("position", "int32", 0, lambda x: x == x, "any int32", "where the token will stand")
+
+
+def check_names(given, known):
+    """Refuse settings by names that are not among the known ones.
+
+    Raises:
+        TypeError: if there is no setting of a name.
+    """
+    names = [setting.name for setting in known]
+    unknown = sorted(set(given) - set(names))
+    if unknown:
+        raise TypeError(
+            f"There is no setting {unknown[0]!r}. Expected settings among {', '.join(names)}."
+        )
+
 
 def sample(logits, *, position=0, **settings):
     """Sample the next token id of each row.
@@ -99,21 +115,25 @@ def sample(logits, *, position=0, **settings):
     Returns:
         `(B,)` int32 token ids.
 
+    Raises:
+        TypeError: if there is no setting of a name.
+        ValueError: if a setting is of another type or number, or out of range; of a tensor in a graph
+            the type alone is checked.
+
     Example:
 
     >>> sample(tf.constant([[0.1, 2.0, 0.3]])).numpy()
     array([1], dtype=int32)
     """
+    check_names(settings, SETTINGS)
     logits = tf.cast(logits, tf.float32)
-    rows = tf.shape(logits)[:1]
-    settings = SamplingSettings(**settings)
     settings = SamplingSettings(
         *(
-            _one_per_row(value, setting.dtype, rows)
-            for value, setting in zip(settings, SETTINGS, strict=True)
+            _per_row(setting, settings.get(setting.name, setting.default), logits)
+            for setting in SETTINGS
         )
     )
-    position = _one_per_row(position, tf.int32, rows)
+    position = _per_row(_POSITION, position, logits)
 
     def sampled():
         kept = tf.cond(_any_filter(settings), lambda: _filter(logits, settings), lambda: logits)
@@ -144,10 +164,13 @@ def filter_logits(logits, top_k=0, top_p=1.0, min_p=0.0):
     >>> filter_logits(tf.constant([[1.0, 3.0, 2.0]]), top_k=2).numpy()
     array([[-inf,   3.,   2.]], dtype=float32)
     """
-    rows, size = tf.shape(logits)[0], tf.shape(logits)[1]
-    top_k = _one_per_row(top_k, tf.int32, (rows,))[:, None]
-    top_p = _one_per_row(top_p, tf.float32, (rows,))[:, None]
-    min_p = _one_per_row(min_p, tf.float32, (rows,))[:, None]
+    size = tf.shape(logits)[1]
+    given = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    top_k, top_p, min_p = (
+        _per_row(setting, given[setting.name], logits)[:, None]
+        for setting in SETTINGS
+        if setting.name in given
+    )
     order = tf.argsort(logits, direction="DESCENDING", stable=True)
     probabilities = tf.nn.softmax(tf.gather(logits, order, batch_dims=1))
     before = tf.cumsum(probabilities, axis=-1, exclusive=True)
@@ -199,9 +222,21 @@ def _sample(logits, settings, position):
     return tf.where(settings.temperature > 0.0, sampled, _argmax(logits))
 
 
-def _one_per_row(value, dtype, rows):
-    value = tf.cast(value, dtype)
-    return value if value.shape.rank == 1 else tf.broadcast_to(value, rows)
+def _per_row(setting, value, logits):
+    """A setting as a `(B,)` tensor."""
+    # Only here: the table above is also read where the package is not installed.
+    from keras_tinyattn._boundary import per_row
+
+    if tf.executing_eagerly() or not tf.is_tensor(value):
+        value = tf.constant(per_row(setting, value, rows=logits.shape[0]))
+    kinds = tf.int8, tf.uint8, tf.int16, tf.uint16, tf.int32
+    if value.dtype not in kinds and not (setting.dtype == "float32" and value.dtype.is_floating):
+        raise ValueError(
+            f"{setting.name} does not fit {setting.dtype}. Expected a tensor of {setting.dtype}. "
+            f"Received: {value.dtype.name}. Cast it."
+        )
+    value = tf.cast(value, setting.dtype)
+    return value if value.shape.rank == 1 else tf.broadcast_to(value, tf.shape(logits)[:1])
 
 
 def _scale(logits, temperature):

@@ -10,8 +10,7 @@ import tensorflow as tf
 from keras_tinyattn._boundary import value_errors
 from keras_tinyattn.export import card
 from keras_tinyattn.export.signatures import Signatures
-from keras_tinyattn.generation.request import check_names
-from keras_tinyattn.sampling import SETTINGS
+from keras_tinyattn.sampling import SETTINGS, check_names
 
 __all__ = ["LoadedModel", "export_saved_model", "load_saved_model"]
 

@@ -1,10 +1,13 @@
 """The two public functions of generation."""
 
-import tensorflow as tf
-
 from keras_tinyattn._boundary import value_errors
 from keras_tinyattn.generation.loop import request_graph, stepwise_graphs
-from keras_tinyattn.generation.request import Generation, make_prompts, make_settings
+from keras_tinyattn.generation.request import (
+    Generation,
+    make_pad_id,
+    make_prompts,
+    make_settings,
+)
 
 
 def generate(model, token_ids, max_new_tokens, *, stop=None, pad_id=0, jit_compile=True, **settings):
@@ -37,10 +40,12 @@ def generate(model, token_ids, max_new_tokens, *, stop=None, pad_id=0, jit_compi
     array([5, 3], dtype=int32)
     """
     _build(model)
-    prompts, lengths, single = make_prompts(token_ids, pad_id)
-    settings = make_settings(len(lengths), max_new_tokens, stop, settings)
+    size = model.vocabulary_size
+    prompts, lengths, single = make_prompts(token_ids, size)
+    settings = make_settings(len(lengths), size, max_new_tokens, stop, settings)
+    pad_id = make_pad_id(pad_id)
     with value_errors():
-        result = request_graph(model, jit_compile)(prompts, lengths, settings, tf.constant(pad_id))
+        result = request_graph(model, jit_compile)(prompts, lengths, settings, pad_id)
     result = Generation(*(array.numpy() for array in result))
     result = result._replace(finish_reasons=result.finish_reasons.astype(str))
     return Generation(*(array[0] for array in result)) if single else result
@@ -63,13 +68,14 @@ def stream(model, token_ids, max_new_tokens, *, stop=None, **settings):
         ValueError: as `generate`; at the call, before the first token is asked for.
     """
     _build(model)
-    prompts, lengths, single = make_prompts(token_ids, 0)
+    size = model.vocabulary_size
+    prompts, lengths, single = make_prompts(token_ids, size)
     if not single:
         raise ValueError(
             "A stream follows one text. Expected one prompt, a list of ids. "
             f"Received: a batch of {len(lengths)}. Open one stream for each prompt."
         )
-    settings = make_settings(1, max_new_tokens, stop, settings)
+    settings = make_settings(1, size, max_new_tokens, stop, settings)
     start, step = stepwise_graphs(model)
     with value_errors():
         state = start(prompts, lengths, settings)
