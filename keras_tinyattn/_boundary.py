@@ -1,11 +1,113 @@
-"""Errors that read the same in Python and in a graph."""
+"""Values that come from outside: Python's to arrays, and errors that read the same in a graph."""
 
+import collections.abc
 import contextlib
+import numbers
+import reprlib
 
 import numpy as np
 import tensorflow as tf
 
 _BEGIN, _END = "assertion failed: [", "]"
+_INT32, _FLOAT32 = np.iinfo(np.int32), np.finfo(np.float32)
+_REPR = reprlib.Repr()
+_REPR.maxlist = _REPR.maxtuple = 20
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 200
+
+
+def plain(value):
+    """Tensors and other arrays as NumPy arrays, iterators as lists, and lists of them likewise."""
+    if isinstance(value, tf.RaggedTensor):
+        return value.to_list()
+    if isinstance(value, list | tuple | range | collections.abc.Iterator):
+        return [plain(part) for part in value]
+    if hasattr(value, "numpy"):
+        return value.numpy()
+    return np.asarray(value) if hasattr(value, "__array__") and not tf.is_tensor(value) else value
+
+
+def shown(value):
+    """A value as a message shows it: as Python writes it, cut where it is long."""
+    value = plain(value)
+    value = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+    try:
+        return _REPR.repr(value)
+    except ValueError:  # Python writes no integer of more than 4300 digits.
+        return "an integer of thousands of digits"
+
+
+def as_numbers(value, kind=numbers.Integral):
+    """A NumPy array of integers, or of real numbers; None for anything else, such as booleans."""
+    value = plain(value)
+    if isinstance(value, np.ndarray) and value.dtype.kind != "O":
+        if kind is numbers.Real and value.dtype.kind == "V" and tf.as_dtype(value.dtype).is_floating:
+            return value.astype(np.float32)  # bfloat16
+        return value if value.dtype.kind in ("iu" if kind is numbers.Integral else "iuf") else None
+    try:
+        # As objects: NumPy would turn integers beyond 64 bits into floats, and booleans into integers.
+        array = np.asarray(value, object)
+    except (TypeError, ValueError, NotImplementedError):
+        return None
+    real = all(isinstance(part, kind) and not isinstance(part, bool) for part in array.flat)
+    return array if real else None
+
+
+def per_row(setting, value, rows=None):
+    """A setting as a NumPy array of its dtype: `()` for all rows, or `(B,)`.
+
+    Args:
+        setting: a `sampling.Setting`.
+        value: a number, or one per row, of any type that holds numbers.
+        rows: B, or None where it is not known.
+
+    Raises:
+        ValueError: if there is another number of them, one is no number (for an int32, no integer),
+            does not fit 32 bits, or is out of range.
+    """
+    integer = setting.dtype == "int32"
+    array = as_numbers(value, numbers.Integral if integer else numbers.Real)
+    if array is None or array.ndim > 1 or (array.ndim and rows is not None and len(array) != rows):
+        kind = "an integer" if integer else "a number"
+        raise ValueError(
+            f"{setting.name} is one for all prompts or one per prompt. Expected {kind} or "
+            f"{'one per row' if rows is None else f'{rows} of them'}. Received: {shown(value)}."
+        )
+    try:
+        with np.errstate(all="ignore"):
+            exact = array if integer else array.astype(np.float64)
+            rounded = exact if integer else exact.astype(np.float32)
+            fits = (
+                (exact >= _INT32.min) & (exact <= _INT32.max)
+                if integer
+                else (np.isfinite(rounded) | ~np.isfinite(exact))
+            )
+    except OverflowError:
+        fits = False
+    if not np.all(fits):
+        expected = (
+            f"integers from {_INT32.min} to {_INT32.max}"
+            if integer
+            else f"numbers from {_FLOAT32.min:.8g} to {_FLOAT32.max:.8g}"
+        )
+        raise ValueError(
+            f"{setting.name} does not fit 32 bits. Expected {expected}. Received: {shown(value)}."
+        )
+    # What is not 0 does not become 0, which means something else.
+    if not integer:
+        tiny = np.copysign(_FLOAT32.tiny, exact).astype(np.float32)
+        rounded = np.where((exact != 0) & (np.abs(exact) < _FLOAT32.tiny), tiny, rounded)
+    result = rounded.astype(setting.dtype)
+    valid = setting.valid(result)
+    if not np.all(valid):
+        wrong = np.broadcast_to(exact, np.shape(valid))[~valid][:20]
+        listed = ", ".join(str(part) if integer else f"{part:.9g}" for part in wrong.tolist())
+        raise ValueError(f"{out_of_range(setting)}{listed}.")
+    return result
+
+
+def out_of_range(setting):
+    """How the error for a setting that is out of range begins."""
+    return f"{setting.name} is out of range. Expected {setting.expected}. Received: "
 
 
 def require(condition, *message):
@@ -43,6 +145,20 @@ def require_one_batch(**inputs):
         rows,
         ".",
     )
+
+
+def check_names(given, known):
+    """Refuse settings by names that are not among the known ones.
+
+    Raises:
+        TypeError: if there is no setting of a name.
+    """
+    names = [setting.name for setting in known]
+    unknown = sorted(set(given) - set(names))
+    if unknown:
+        raise TypeError(
+            f"There is no setting {unknown[0]!r}. Expected settings among {', '.join(names)}."
+        )
 
 
 @contextlib.contextmanager

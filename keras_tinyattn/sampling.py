@@ -19,8 +19,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from keras_tinyattn._boundary import require
-
 __all__ = ["SETTINGS", "Setting", "filter_logits", "sample"]
 
 
@@ -85,6 +83,8 @@ SamplingSettings = collections.namedtuple(
     defaults=[setting.default for setting in SETTINGS],
 )
 
+_POSITION = Setting("position", "int32", 0, lambda x: x == x, "any int32", "where the token will stand")
+
 
 def sample(logits, *, position=0, **settings):
     """Sample the next token id of each row.
@@ -103,7 +103,9 @@ def sample(logits, *, position=0, **settings):
         function, which cannot raise.
 
     Raises:
-        ValueError: if a logit is NaN or infinite; INVALID_ARGUMENT in a graph.
+        TypeError: if there is no setting of a name.
+        ValueError: if a setting is of another type or number, or out of range, where of a tensor in a
+            graph the type alone is checked; if a logit is NaN or infinite, INVALID_ARGUMENT in a graph.
 
     Example:
 
@@ -117,16 +119,15 @@ def sample(logits, *, position=0, **settings):
 
 def sample_unchecked(logits, *, position=0, **settings):
     """`sample` for a loop that may be compiled, where no error can be raised: -1 in place of one."""
+    _boundary().check_names(settings, SETTINGS)
     logits = tf.cast(logits, tf.float32)
-    rows = tf.shape(logits)[:1]
-    settings = SamplingSettings(**settings)
     settings = SamplingSettings(
         *(
-            _one_per_row(value, setting.dtype, rows)
-            for value, setting in zip(settings, SETTINGS, strict=True)
+            _per_row(setting, settings.get(setting.name, setting.default), logits)
+            for setting in SETTINGS
         )
     )
-    position = _one_per_row(position, tf.int32, rows)
+    position = _per_row(_POSITION, position, logits)
 
     def sampled():
         kept = tf.cond(_any_filter(settings), lambda: _filter(logits, settings), lambda: logits)
@@ -143,7 +144,7 @@ def is_finite(logits):
 
 def require_finite(finite):
     """The assertion that logits are finite, given where they are: booleans of any shape."""
-    return require(
+    return _boundary().require(
         tf.reduce_all(finite),
         "The logits are not finite. Expected numbers. Received: NaN or infinity. "
         "Look for NaN in the weights of the model, and for an overflow of half precision.",
@@ -177,10 +178,13 @@ def filter_logits(logits, top_k=0, top_p=1.0, min_p=0.0):
 
 def _kept(logits, top_k, top_p, min_p):
     """Where `filter_logits` keeps a logit."""
-    rows, size = tf.shape(logits)[0], tf.shape(logits)[1]
-    top_k = _one_per_row(top_k, tf.int32, (rows,))[:, None]
-    top_p = _one_per_row(top_p, tf.float32, (rows,))[:, None]
-    min_p = _one_per_row(min_p, tf.float32, (rows,))[:, None]
+    size = tf.shape(logits)[1]
+    given = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    top_k, top_p, min_p = (
+        _per_row(setting, given[setting.name], logits)[:, None]
+        for setting in SETTINGS
+        if setting.name in given
+    )
     order = tf.argsort(logits, direction="DESCENDING", stable=True)
     probabilities = tf.nn.softmax(tf.gather(logits, order, batch_dims=1))
     before = tf.cumsum(probabilities, axis=-1, exclusive=True)
@@ -232,9 +236,25 @@ def _sample(logits, settings, position):
     return tf.where(settings.temperature > 0.0, sampled, _argmax(logits))
 
 
-def _one_per_row(value, dtype, rows):
-    value = tf.cast(value, dtype)
-    return value if value.shape.rank == 1 else tf.broadcast_to(value, rows)
+def _per_row(setting, value, logits):
+    """A setting as a `(B,)` tensor."""
+    if tf.executing_eagerly() or not tf.is_tensor(value):
+        value = tf.constant(_boundary().per_row(setting, value, rows=logits.shape[0]))
+    kinds = tf.int8, tf.uint8, tf.int16, tf.uint16, tf.int32
+    if value.dtype not in kinds and not (setting.dtype == "float32" and value.dtype.is_floating):
+        raise ValueError(
+            f"{setting.name} does not fit {setting.dtype}. Expected a tensor of {setting.dtype}. "
+            f"Received: {value.dtype.name}. Cast it."
+        )
+    value = tf.cast(value, setting.dtype)
+    return value if value.shape.rank == 1 else tf.broadcast_to(value, tf.shape(logits)[:1])
+
+
+def _boundary():
+    """Imported when it is used: the table above is also read where the package is not installed."""
+    from keras_tinyattn import _boundary
+
+    return _boundary
 
 
 def _scale(logits, temperature):

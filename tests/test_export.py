@@ -658,8 +658,8 @@ def test_logits_that_are_not_finite_are_an_invalid_argument_of_every_signature(b
     loaded = load_saved_model(byte_path)
     texts, ints = tf.constant(["ab", "c"]), tf.constant([1, 1])
     inputs = {
-        **dict.fromkeys(("serving_default", "generate", "generate_xla"), {"prompt": texts}),
-        **dict.fromkeys(("score", "attention"), {"text": texts}),
+        **{name: {"prompt": texts} for name in ("serving_default", "generate", "generate_xla")},
+        **{name: {"text": texts} for name in ("score", "attention")},
         "generate_ids": {"prompt_ids": ints[:, None], "stop_id": -ints},
         "prefill": {"prompt_ids": ints[:, None]},
         "step": {"token_id": ints},
@@ -680,9 +680,9 @@ def test_logits_that_are_not_finite_are_an_invalid_argument_of_every_signature(b
             else tf.zeros((2, *spec.shape[1:]), spec.dtype)
             for key, spec in specs.items()
         }
-        with pytest.raises(tf.errors.InvalidArgumentError, match="The logits are not finite. Expected"):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="The logits are not finite"):
             loaded.signatures[name](**filled)
-    with pytest.raises(ValueError, match="The logits are not finite. Expected numbers."):
+    with pytest.raises(ValueError, match="The logits are not finite"):
         loaded.score("ab")
 
 
@@ -724,14 +724,14 @@ def test_weights_that_are_not_finite_are_not_exported_and_logits_neither(tmp_pat
     kernel = model.blocks[0].mlp_expand.kernel
     kernel.assign(tf.fill(kernel.shape, np.nan))
     with pytest.raises(
-        ValueError, match="not finite.* Received: NaN or infinity in .*mlp_expand/kernel"
+        ValueError, match=r"not finite.* Received: NaN or infinity in .*mlp_expand/kernel"
     ):
         export_saved_model(model, ByteTokenizer(), tmp_path / "new")
     assert list(tmp_path.iterdir()) == []
     kernel.assign(tf.zeros(kernel.shape))
     model.final_norm.gamma.assign(tf.fill(model.final_norm.gamma.shape, 3e38))
     model.embedding.token_embeddings.assign(tf.random.normal((256, 4)) * 1e3)
-    with pytest.raises(ValueError, match="The logits are not finite. Expected numbers."):
+    with pytest.raises(ValueError, match="The logits are not finite"):
         export_saved_model(model, ByteTokenizer(), tmp_path)
     assert list(tmp_path.iterdir()) == []
 

@@ -180,7 +180,7 @@ def test_no_new_tokens_and_one_are_what_was_asked_for(model):
         ([V], {}, r"ids from 0 to 10. Received: 11\."),
         ([[1], [-1]], {}, r"Received: -1\."),
         ([10**6], {}, r"Received: 1000000\."),
-        ([10**12], {}, "Received: 2147483647"),
+        ([10**12], {}, r"Received: 1000000000000\."),
         ([1], {"max_new_tokens": -1}, "max_new_tokens is out of range"),
         ([1], {"temperature": -1.0}, r"temperature is out of range.*Received: -1\."),
         ([1], {"temperature": float("nan")}, "temperature is out of range.*Received: nan"),
@@ -646,9 +646,9 @@ def test_logits_that_are_not_finite_are_an_error_on_every_path(bad):
     model.projection.bias.assign(bias)
     for jit_compile in (False, True):
         for settings in ({}, {"temperature": 1.0, "top_k": 3}):
-            with pytest.raises(ValueError, match="The logits are not finite. Expected numbers."):
+            with pytest.raises(ValueError, match="The logits are not finite"):
                 generate(model, [1, 2], 3, jit_compile=jit_compile, **settings)
-    with pytest.raises(ValueError, match="The logits are not finite. Expected numbers."):
+    with pytest.raises(ValueError, match="The logits are not finite"):
         list(stream(model, [1, 2], 3))
 
 

@@ -199,10 +199,10 @@ def test_min_p_counts_on_the_distribution_at_the_temperature():
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5}])
 def test_logits_that_are_not_finite_are_refused_and_minus_one_where_nothing_can_raise(bad, settings):
     logits = tf.constant([[0.0, 2.0, 1.0], [0.0, bad, 1.0]])
-    with pytest.raises(ValueError, match="The logits are not finite. Expected numbers. Received: NaN"):
+    with pytest.raises(ValueError, match="The logits are not finite"):
         sample(logits, **settings)
     graph = tf.function(lambda x: sample(x, **settings))
-    with pytest.raises(tf.errors.InvalidArgumentError, match="The logits are not finite. Expected"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="The logits are not finite"):
         graph(logits)
     compiled = tf.function(lambda x: sample(x, **settings), jit_compile=True)
     first, second = compiled(logits).numpy()

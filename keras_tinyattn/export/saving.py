@@ -8,10 +8,9 @@ import tempfile
 
 import tensorflow as tf
 
-from keras_tinyattn._boundary import value_errors
+from keras_tinyattn._boundary import check_names, value_errors
 from keras_tinyattn.export import card
 from keras_tinyattn.export.signatures import Signatures
-from keras_tinyattn.generation.request import check_names
 from keras_tinyattn.sampling import SETTINGS
 
 try:

@@ -1,11 +1,14 @@
 """The two public functions of generation."""
 
-import tensorflow as tf
-
 from keras_tinyattn import sampling
 from keras_tinyattn._boundary import value_errors
 from keras_tinyattn.generation.loop import request_graph, stepwise_graphs
-from keras_tinyattn.generation.request import Generation, make_prompts, make_settings
+from keras_tinyattn.generation.request import (
+    Generation,
+    make_pad_id,
+    make_prompts,
+    make_settings,
+)
 
 
 def generate(model, token_ids, max_new_tokens, *, stop=None, pad_id=0, jit_compile=True, **settings):
@@ -19,9 +22,9 @@ def generate(model, token_ids, max_new_tokens, *, stop=None, pad_id=0, jit_compi
         stop: a token id, or a list of up to 8 ids that end a continuation together; or a list with one
             of these, or None, per prompt. Only new tokens are searched for it.
         pad_id: the id that fills each row after its end.
-        jit_compile: whether XLA compiles the loop: slower at the first call, faster after. The ids are the
-            same in float32 and float64; in bfloat16 and float16 XLA rounds at different places, and where
-            two tokens are about equally likely it may take the other.
+        jit_compile: whether XLA compiles the loop: slower at the first call, faster after. The ids are
+            the same in float32 and float64; in bfloat16 and float16 XLA rounds at different places, and
+            where two tokens are about equally likely it may take the other.
         **settings: how tokens are sampled, by the names of `sampling.SETTINGS`: `temperature` (0, the
             default, is greedy), `top_k`, `top_p`, `min_p`, `seed`.
 
@@ -40,10 +43,12 @@ def generate(model, token_ids, max_new_tokens, *, stop=None, pad_id=0, jit_compi
     array([5, 3], dtype=int32)
     """
     _build(model)
-    prompts, lengths, single = make_prompts(token_ids, pad_id)
-    settings = make_settings(len(lengths), max_new_tokens, stop, settings)
+    size = model.vocabulary_size
+    prompts, lengths, single = make_prompts(token_ids, size)
+    settings = make_settings(len(lengths), size, max_new_tokens, stop, settings)
+    pad_id = make_pad_id(pad_id)
     with value_errors():
-        result = request_graph(model, jit_compile)(prompts, lengths, settings, tf.constant(pad_id))
+        result = request_graph(model, jit_compile)(prompts, lengths, settings, pad_id)
     result = Generation(*(array.numpy() for array in result))
     result = result._replace(finish_reasons=result.finish_reasons.astype(str))
     return Generation(*(array[0] for array in result)) if single else result
@@ -67,13 +72,14 @@ def stream(model, token_ids, max_new_tokens, *, stop=None, **settings):
             logits of a token are not finite.
     """
     _build(model)
-    prompts, lengths, single = make_prompts(token_ids, 0)
+    size = model.vocabulary_size
+    prompts, lengths, single = make_prompts(token_ids, size)
     if not single:
         raise ValueError(
             "A stream follows one text. Expected one prompt, a list of ids. "
             f"Received: a batch of {len(lengths)}. Open one stream for each prompt."
         )
-    settings = make_settings(1, max_new_tokens, stop, settings)
+    settings = make_settings(1, size, max_new_tokens, stop, settings)
     start, step = stepwise_graphs(model)
     with value_errors():
         state = start(prompts, lengths, settings)

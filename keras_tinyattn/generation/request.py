@@ -6,7 +6,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from keras_tinyattn._boundary import chosen, require
+from keras_tinyattn._boundary import (
+    as_numbers,
+    check_names,
+    chosen,
+    out_of_range,
+    per_row,
+    plain,
+    require,
+    shown,
+)
 from keras_tinyattn.sampling import SETTINGS, SamplingSettings, Setting
 
 MAX_STOP_TOKENS = 8
@@ -67,16 +76,30 @@ def check_ids(token_ids, lengths, vocabulary_size):
     """Refuse token ids (B, T) outside the vocabulary; behind its length (B,) a row may hold any."""
     real = tf.sequence_mask(lengths, tf.shape(token_ids)[1])
     outside = chosen(token_ids, real & ((token_ids < 0) | (token_ids >= vocabulary_size)))
-    checks = require(
-        tf.size(outside) == 0,
-        "A token id is outside the vocabulary. Expected ids from 0 to ",
-        vocabulary_size - 1,
-        ". Received: ",
-        outside,
-        ". Encode the text with the tokenizer of the model.",
-    )
+    checks = require(tf.size(outside) == 0, *_foreign_id(vocabulary_size - 1, outside))
     with tf.control_dependencies(checks):
         return tf.identity(token_ids)
+
+
+def _foreign_id(last, ids):
+    """The sentence about token ids outside the vocabulary, in the parts that `require` takes."""
+    return (
+        "A token id is outside the vocabulary. Expected ids from 0 to ",
+        last,
+        ". Received: ",
+        ids,
+        ". Encode the text with the tokenizer of the model.",
+    )
+
+
+def _foreign_stop(last, ids):
+    return (
+        "A stop is outside the vocabulary. Expected ids from 0 to ",
+        last,
+        ", or -1 for none. Received: ",
+        ids,
+        ". The text would never end there.",
+    )
 
 
 @_check(((None,), tf.int32), ((), tf.int32), ((), tf.int32))
@@ -84,12 +107,22 @@ def check_lengths(lengths, width, sequence_length):
     """Refuse prompts that are empty, or longer than the model's positions or their own array."""
     longest = tf.reduce_max(tf.concat([lengths, [0]], 0))
     checks = require(
+        longest <= width,
+        "A prompt_length is beyond the width of prompt_ids. Expected at most ",
+        width,
+        ". Received: ",
+        longest,
+        ". Give as many ids as the prompt is long.",
+    )
+    with tf.control_dependencies(checks):
+        longest = tf.identity(longest)
+    checks = require(
         tf.reduce_all(lengths >= 1),
         "There is nothing to continue. Expected at least one token in each prompt. "
         "Received: an empty prompt. Begin the text with at least one word or character.",
     )
     checks += require(
-        longest <= tf.minimum(sequence_length, width),
+        longest <= sequence_length,
         "The prompt does not fit the positions of the model. Expected at most sequence_length=",
         sequence_length,
         " tokens. Received: ",
@@ -108,7 +141,7 @@ def check_settings(settings):
         valid = table[name].valid(value)
         checks += require(
             tf.reduce_all(valid),
-            f"{name} is out of range. Expected {table[name].expected}. Received: ",
+            out_of_range(table[name]),
             chosen(value, ~valid),
             ".",
         )
@@ -134,100 +167,110 @@ def check_request(prompt_ids, prompt_lengths, settings, vocabulary_size, sequenc
     lengths = check_lengths(prompt_lengths, tf.shape(prompt_ids)[1], sequence_length)
     checked = check_sampling(SamplingSettings(**sampling_settings(settings)))
     added = check_settings({"max_new_tokens": settings.max_new_tokens})
-    with tf.control_dependencies([*checked, *added.values()]):
+    foreign = chosen(settings.stop, (settings.stop < -1) | (settings.stop >= vocabulary_size))
+    checks = require(tf.size(foreign) == 0, *_foreign_stop(vocabulary_size - 1, foreign))
+    with tf.control_dependencies([*checked, *added.values(), *checks]):
         return check_ids(prompt_ids, lengths, vocabulary_size)
 
 
-def make_prompts(token_ids, pad_id):
+def make_prompts(token_ids, vocabulary_size):
     """Prompts as (B, T) ids and (B,) lengths, and whether there was a single one.
 
     Raises:
-        ValueError: if a prompt is no list of integers.
+        ValueError: if a prompt is no list of integers, or there is none.
     """
-    if hasattr(token_ids, "numpy"):
-        token_ids = token_ids.numpy()
-    rows = list(token_ids)
-    single = not rows or np.ndim(rows[0]) == 0
-    rows = [np.asarray(row) for row in ([rows] if single else rows)]
-    for row in rows:
-        if row.ndim != 1 or (row.size and not np.issubdtype(row.dtype, np.integer)):
-            raise ValueError(
-                "A prompt is a list of token ids. Expected integers, one list or a list of lists. "
-                f"Received: {row.dtype} of shape {row.shape}. Encode the text with a tokenizer."
-            )
+    prompts = plain(token_ids)
+    is_list = isinstance(prompts, list) or np.ndim(prompts) > 0
+    single = is_list and getattr(prompts, "ndim", 1) == 1 and not any(map(_is_list, prompts))
+    rows = [as_numbers(row) for row in ([prompts] if single or not is_list else prompts)]
+    if not all(row is not None and row.ndim == 1 for row in rows):
+        raise ValueError(
+            "A prompt is a list of token ids. Expected integers, one list or a list of lists, in "
+            f"token_ids. Received: {shown(token_ids)}. Encode the text with a tokenizer."
+        )
+    if not rows:
+        raise ValueError(
+            "There is nothing to continue. Expected at least one prompt in token_ids. "
+            "Received: an empty batch. Give a list of token ids."
+        )
+    _require_small(_foreign_id, vocabulary_size, np.concatenate(rows))
     lengths = np.array([row.size for row in rows], np.int32)
-    prompts = np.full((len(rows), max(lengths, default=0)), pad_id, np.int64)
+    prompts = np.zeros((len(rows), max(lengths)), np.int32)
     for place, row in zip(prompts, rows, strict=True):
         place[: row.size] = row
-    # An id beyond int32 stays outside the vocabulary.
-    prompts = np.clip(prompts, np.iinfo(np.int32).min, np.iinfo(np.int32).max).astype(np.int32)
     return tf.constant(prompts), tf.constant(lengths), single
 
 
-def check_names(given, known):
-    """Refuse settings by names that are not among the known ones.
+def _is_list(value):
+    return isinstance(value, list) or getattr(value, "ndim", 0) > 0
 
-    Raises:
-        TypeError: if there is no setting of a name.
-    """
-    names = [setting.name for setting in known]
-    unknown = sorted(set(given) - set(names))
-    if unknown:
-        raise TypeError(
-            f"There is no setting {unknown[0]!r}. Expected settings among {', '.join(names)}."
+
+def _require_small(sentence, vocabulary_size, ids):
+    """Refuse ids beyond 32 bits here; the graph that takes the others refuses them alike."""
+    wrong = [int(token) for token in ids.tolist() if not -(2**31) <= token < 2**31][:20]
+    require(not wrong, *sentence(str(vocabulary_size - 1), shown(wrong)[1:-1]))
+
+
+def make_pad_id(value):
+    """The id that pads, a scalar tensor."""
+    number = as_numbers(value)
+    if number is None or number.ndim or not -(2**31) <= number < 2**31:
+        raise ValueError(
+            "pad_id is the id that fills a row after its end. Expected an integer of 32 bits. "
+            f"Received: {shown(value)}."
         )
+    return tf.constant(int(number))
 
 
-def make_settings(rows, max_new_tokens, stop, settings):
+def make_settings(rows, vocabulary_size, max_new_tokens, stop, settings):
     """`Settings` of `rows` rows from Python values, each one for all rows or one per row.
 
     Raises:
         TypeError: if there is no setting of a name.
-        ValueError: if a value is of another type or number, or does not fit its dtype.
+        ValueError: if a value is of another type or number, does not fit its dtype, or is out of range.
     """
     check_names(settings, SETTINGS)
-    settings = {"max_new_tokens": max_new_tokens, **SamplingSettings(**settings)._asdict()}
-    dtypes = {setting.name: setting.dtype for setting in ROW_SETTINGS}
-    values = [_per_row(name, value, dtypes[name], rows) for name, value in settings.items()]
-    return Settings(*values, stop=_stop_rows(stop, rows))
+    settings = {**settings, "max_new_tokens": max_new_tokens}
+    values = [
+        per_row(setting, settings.get(setting.name, setting.default), rows) for setting in ROW_SETTINGS
+    ]
+    values = [tf.constant(np.broadcast_to(value, (rows,))) for value in values]
+    return Settings(*values, stop=_stop_rows(stop, rows, vocabulary_size))
 
 
-def _per_row(name, value, dtype, rows):
-    value = np.asarray(value)
-    integers = dtype == "int32"
-    if value.shape not in ((), (rows,)) or (integers and not np.issubdtype(value.dtype, np.integer)):
-        kind = "an integer" if integers else "a number"
-        raise ValueError(
-            f"{name} is one for all prompts or one per prompt. Expected {kind} or {rows} of them. "
-            f"Received: {value.tolist()}."
-        )
-    if integers and not np.all((value >= -(2**31)) & (value < 2**31)):
-        raise ValueError(
-            f"{name} does not fit 32 bits. Expected integers from {-(2**31)} to {2**31 - 1}. "
-            f"Received: {value.tolist()}."
-        )
-    return tf.constant(np.broadcast_to(value, (rows,)).astype(dtype))
-
-
-def _stop_rows(stop, rows):
+def _stop_rows(stop, rows, vocabulary_size):
     """Stops as (B, M) ids, -1 in front."""
-    per_row = isinstance(stop, (list, tuple)) and any(
-        part is None or np.ndim(part) > 0 for part in stop
-    )
-    stops = list(stop) if per_row else [stop] * rows
+    stops = one_stop_per_row(stop, rows)
+    table = np.full((rows, MAX_STOP_TOKENS), -1, np.int32)
+    for place, part in zip(table, stops, strict=True):
+        ids = as_numbers([] if part is None else part)
+        if ids is None or ids.ndim > 1 or ids.size > MAX_STOP_TOKENS or np.any(ids < 0):
+            raise ValueError(
+                f"A stop is what ends a text. Expected one token id, or up to {MAX_STOP_TOKENS}. "
+                f"Received: {shown(part)}."
+            )
+        if ids.size:
+            _require_small(_foreign_stop, vocabulary_size, np.ravel(ids))
+            place[-ids.size :] = ids
+    return tf.constant(table)
+
+
+def one_stop_per_row(stop, rows, is_one=lambda stop: not any(x is None or _is_list(x) for x in stop)):
+    """The stop of each row, from one for all or a list with one per row.
+
+    Args:
+        stop: what the caller gave.
+        rows: how many there are.
+        is_one: whether a list is a single stop.
+
+    Raises:
+        ValueError: if there is another number of them.
+    """
+    stop = plain(stop)
+    stops = [stop] * rows if not _is_list(stop) or is_one(stop) else list(stop)
     if len(stops) != rows:
         raise ValueError(
             f"stop is one for all prompts or one per prompt. Expected {rows} of them. "
             f"Received: {len(stops)}."
         )
-    table = np.full((rows, MAX_STOP_TOKENS), -1, np.int32)
-    for place, part in zip(table, stops, strict=True):
-        ids = [] if part is None else np.atleast_1d(np.asarray(part)).tolist()
-        if len(ids) > MAX_STOP_TOKENS or not all(isinstance(i, int) and i >= 0 for i in ids):
-            raise ValueError(
-                f"A stop is what ends a text. Expected one token id, or up to {MAX_STOP_TOKENS}. "
-                f"Received: {part!r}."
-            )
-        if ids:
-            place[-len(ids) :] = ids
-    return tf.constant(table)
+    return stops
