@@ -39,7 +39,7 @@ SETTINGS = (
         "temperature",
         "float32",
         0.0,
-        lambda x: (x >= 0.0) & tf.math.is_finite(x),
+        lambda x: (x >= 0.0) & (x <= np.finfo(np.float32).max),
         "a finite number of at least 0",
         "divides the logits; 0 is greedy",
     ),

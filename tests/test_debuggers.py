@@ -64,6 +64,8 @@ def test_masked_rows_and_padding_make_no_nan_on_the_way(make, blockwise, in_grap
         assert all(np.array_equal(a, b) for a, b in zip(one, run(mask), strict=True))
 
 
+# TensorFlow says that the data sets of `fit` stay graphs.
+@pytest.mark.filterwarnings("ignore:Even though the `tf.config.experimental_run_functions_eagerly`")
 @pytest.mark.parametrize("debugger", [check_numerics, functions_run_eagerly])
 def test_generation_export_and_training_run_under_a_debugger(debugger, tmp_path):
     def run(folder):
