@@ -1,6 +1,9 @@
 """Errors that read the same in Python and in a graph."""
 
 import contextlib
+import errno
+import os
+import re
 
 import numpy as np
 import tensorflow as tf
@@ -58,6 +61,24 @@ def value_errors():
         escaped = sentence[: sentence.rindex(_END + "\n")].encode()
         sentence = escaped.decode("unicode_escape").encode("latin-1").decode(errors="replace")
         raise ValueError(sentence) from None
+
+
+# What a disk says when it does not take a file.
+_DISK_ERRORS = ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM", "EIO", "ENAMETOOLONG")
+
+
+@contextlib.contextmanager
+def os_errors():
+    """Turn TensorFlow's errors of a disk into the `OSError` that Python raises, its number included."""
+    try:
+        yield
+    except tf.errors.OpError as error:
+        numbers = [getattr(errno, name) for name in _DISK_ERRORS if hasattr(errno, name)]
+        found = [number for number in numbers if os.strerror(number) in error.message]
+        if not found:
+            raise
+        name = re.search(r"(\S*[/\\]\S*); ", error.message)
+        raise OSError(found[0], os.strerror(found[0]), *([name[1]] if name else [])) from error
 
 
 def _sentence(message):

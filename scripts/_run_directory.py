@@ -11,9 +11,8 @@ model.keras       the model with the best validation loss
 import hashlib
 import json
 import math
-from pathlib import Path
 
-from _start import whole_file
+from _start import local_path, whole_file
 
 
 class RunDirectory:
@@ -24,7 +23,7 @@ class RunDirectory:
     """
 
     def __init__(self, path):
-        self.path = Path(path)
+        self.path = local_path(path)
         self.checkpoints = self.path / "checkpoints"
         self.logs = self.path / "logs"
         self.model = self.path / "model.keras"

@@ -1,11 +1,11 @@
 """What a run needs to continue after it was stopped, on disk."""
 
-import pathlib
 import re
 import shutil
 
 import tensorflow as tf
 
+from keras_tinyattn._paths import local_path
 from keras_tinyattn.training.optimizer import steps_taken
 
 
@@ -23,7 +23,7 @@ class Checkpoints:
     """
 
     def __init__(self, directory, model, optimizer, keep=2):
-        self.directory = pathlib.Path(directory)
+        self.directory = local_path(directory)
         self.optimizer = optimizer
         # Variables by their index: what TensorFlow tracks in Keras' own objects lacks dropout's seeds.
         self._checkpoint = tf.train.Checkpoint(
@@ -33,7 +33,9 @@ class Checkpoints:
         # TensorFlow would create this counter at the first save. Of several workers only one saves, but
         # all of them must create a variable: so it is created here.
         _ = self._checkpoint.save_counter
-        self._manager = tf.train.CheckpointManager(self._checkpoint, str(directory), max_to_keep=keep)
+        self._manager = tf.train.CheckpointManager(
+            self._checkpoint, str(self.directory), max_to_keep=keep
+        )
 
     def save(self):
         """Write a checkpoint, named after the number of steps taken.
