@@ -2,7 +2,10 @@
 
 import collections.abc
 import contextlib
+import errno
 import numbers
+import os
+import re
 import reprlib
 
 import numpy as np
@@ -174,6 +177,24 @@ def value_errors():
         escaped = sentence[: sentence.rindex(_END + "\n")].encode()
         sentence = escaped.decode("unicode_escape").encode("latin-1").decode(errors="replace")
         raise ValueError(sentence) from None
+
+
+# What a disk says when it does not take a file.
+_DISK_ERRORS = ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM", "EIO", "ENAMETOOLONG")
+
+
+@contextlib.contextmanager
+def os_errors():
+    """Turn TensorFlow's errors of a disk into the `OSError` that Python raises, its number included."""
+    try:
+        yield
+    except tf.errors.OpError as error:
+        known = [getattr(errno, name) for name in _DISK_ERRORS if hasattr(errno, name)]
+        found = [number for number in known if os.strerror(number) in error.message]
+        if not found:
+            raise
+        name = re.search(r"(\S*[/\\]\S*); ", error.message)
+        raise OSError(found[0], os.strerror(found[0]), *([name[1]] if name else [])) from error
 
 
 def _sentence(message):

@@ -16,9 +16,8 @@ import hashlib
 import json
 import math
 import os
-from pathlib import Path
 
-from _start import whole_file
+from _start import local_path, whole_file
 
 DAMAGED = "{} is not as train.py wrote it: {}. Put the file back, or start another run with --out."
 
@@ -31,7 +30,7 @@ class RunDirectory:
     """
 
     def __init__(self, path):
-        self.path = Path(path)
+        self.path = local_path(path)
         self.checkpoints = self.path / "checkpoints"
         self.logs = self.path / "logs"
         self.model = self.path / "model.keras"

@@ -6,12 +6,17 @@ import importlib.util
 import json
 import math
 import os
+import runpy
 import shutil
 import sys
 import tempfile
 from pathlib import Path
 
 from rich.console import Console
+
+# From its file, so that no script imports the package before it is quiet.
+_PATHS = runpy.run_path(str(Path(__file__).parents[1] / "keras_tinyattn" / "_paths.py"))
+local_path, version_folder = _PATHS["local_path"], _PATHS["version_folder"]
 
 PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -133,7 +138,7 @@ def check_file(option, path, suffixes=()):
     """
     if path is None:
         return
-    path = Path(path)
+    path = local_path(path)
     folder = path.absolute().parent
     if path.is_dir():
         problem = f"{str(path)!r} is a directory"
@@ -168,7 +173,7 @@ def whole_file(path):
 
     A reader never sees half a file, and a failure keeps the old one.
     """
-    path = Path(path)
+    path = local_path(path)
     if path.exists() and not path.is_file():  # Such as /dev/stdout.
         yield path
         return

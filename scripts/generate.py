@@ -79,7 +79,8 @@ def main(argv=None):
 
 def export(folder, trained):
     """Export the lesson's model into the folder; the folder of the version."""
-    if Path(folder).exists() and not Path(folder).is_dir():
+    out = _start.local_path(folder)
+    if out.exists() and not out.is_dir():
         raise ValueError(f"--out needs a folder, but {folder!r} is a file.")
     with _start.quiet_imports():
         import _lesson_15_model

@@ -8,11 +8,19 @@ import base64
 import math
 import tempfile
 import textwrap
-from pathlib import Path
 
 import numpy as np
 from _page import point, print_columns, section
-from _start import check_count, console, lesson_parser, parse_lesson, quiet_imports, run, write_numbers
+from _start import (
+    check_count,
+    console,
+    lesson_parser,
+    local_path,
+    parse_lesson,
+    quiet_imports,
+    run,
+    write_numbers,
+)
 from rich.markup import escape
 
 with quiet_imports():
@@ -111,7 +119,7 @@ def read_options(argv):
         )
     if not 0 < options.top_p <= 1:
         raise ValueError(f"--top-p must be above 0 and up to 1, but {options.top_p} was received.")
-    if options.out is not None and Path(options.out).exists() and not Path(options.out).is_dir():
+    if options.out and local_path(options.out).is_file():
         raise ValueError(f"--out needs a folder, but {options.out!r} is a file.")
     return options
 

@@ -19,6 +19,7 @@ from _start import (
     check_file,
     check_picture,
     console,
+    local_path,
     quiet_imports,
     run,
     write_numbers,
@@ -286,7 +287,7 @@ def check_options(options, settings):
                 f"but {settings[name]} was received."
             )
     check_count("--seed", settings["seed"], at_least=-(2**31), at_most=2**31 - 1)
-    settings["text"] = str(Path(settings["text"]).absolute())
+    settings["text"] = str(local_path(settings["text"]).absolute())
     if settings["warmup_steps"] is None:
         settings["warmup_steps"] = settings["steps"] // 20
     settings["evaluate_every"] = settings["evaluate_every"] or max(1, settings["steps"] // 10)

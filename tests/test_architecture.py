@@ -24,8 +24,8 @@ ORDER = [
     *("functional", "blockwise", "layers", "model", "pretrained", "tokenizer", "training", "sampling"),
     *("generation", "export", "plotting"),
 ]
-# The package itself, its commands, and two helpers that import nothing of ours.
-BESIDE = {"", "__main__", "_boundary", "version"}
+# The package itself, its commands, and three helpers that import nothing of ours.
+BESIDE = {"", "__main__", "_boundary", "_paths", "version"}
 # A method that generates belongs to the model, and its loop below it.
 UPWARD = {("model", "CausalLM.generate", "generation")}
 NEEDS_TENSORFLOW = {"_boundary", "tokenizer", "training", "sampling", "generation", "export"}
@@ -91,7 +91,7 @@ def test_a_module_imports_only_from_the_modules_above_it():
     assert upward == UPWARD
     assert list(keras_tinyattn._MODULES) == ORDER
     assert {name.split(".")[0] for name in MODULES} == {*ORDER, *BESIDE}
-    for name in ("_boundary", "version"):
+    for name in ("_boundary", "_paths", "version"):
         assert not any(_ours(imported) for imported, _ in IMPORTS[name]), name
 
 

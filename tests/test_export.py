@@ -1,5 +1,6 @@
 """An export answers like the model, on any TensorFlow server, and errs with a sentence."""
 
+import errno
 import hashlib
 import json
 import pathlib
@@ -492,6 +493,104 @@ def test_a_folder_that_is_no_export_is_refused(tmp_path, content):
         tf.saved_model.save(tf.Module(), str(tmp_path / "1"))
     with pytest.raises(ValueError, match="no export to load"):
         load_saved_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "said"),
+    [
+        (lambda folder: shutil.rmtree(folder / "variables"), "in which variables are missing"),
+        (lambda folder: (folder / "variables" / "variables.index").unlink(), "variables are missing"),
+        (lambda folder: next(folder.glob("variables/*.data-*")).unlink(), "variables are missing"),
+        (lambda folder: cut(next(folder.glob("variables/*.data-*"))), "whose variables cannot be read"),
+        (
+            lambda folder: cut(folder / "variables" / "variables.index"),
+            "whose variables cannot be read",
+        ),
+        (lambda folder: cut(folder / "saved_model.pb"), "whose saved_model.pb cannot be read"),
+        (lambda folder: (folder / "saved_model.pb").write_bytes(b""), "whose saved_model.pb cannot"),
+        (lambda folder: (folder / "saved_model.pb").unlink(), "in which saved_model.pb is missing"),
+    ],
+)
+def test_a_damaged_export_says_what_is_damaged(lesson_path, tmp_path, break_it, said):
+    shutil.copytree(lesson_path, tmp_path / "1")
+    break_it(tmp_path / "1")
+    with pytest.raises(ValueError, match=r"^The export is damaged\. Expected all that") as raised:
+        load_saved_model(tmp_path)
+    assert said in str(raised.value)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def test_an_empty_newest_version_is_named_beside_the_one_that_is_whole(lesson_path, tmp_path):
+    shutil.copytree(lesson_path, tmp_path / "01")
+    for name in ("99", "100.tmp", ".unfinished-x"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match=r"version 99 holds no saved_model\.pb; 01 does\. Remove"):
+        load_saved_model(tmp_path)
+    (tmp_path / "99").rmdir()
+    assert load_saved_model(tmp_path).path == tmp_path / "01"
+
+
+def test_an_export_is_written_and_read_at_a_file_url_under_home_and_under_bytes(
+    lesson, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(tf.saved_model, "save", lambda module, path, **kwargs: None)
+    for number, base in enumerate(["~/a b", (tmp_path / "a b").as_uri(), bytes(tmp_path / "a b")], 1):
+        assert export_saved_model(*lesson, base) == tmp_path / "a b" / str(number)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="A path must name a place on this machine"):
+        export_saved_model(*lesson, "gs://bucket/models")
+    assert [path.name for path in tmp_path.iterdir()] == ["a b"]
+
+
+def test_a_full_disk_is_an_os_error_and_leaves_nothing(lesson, tmp_path, monkeypatch):
+    def full(module, path, **kwargs):
+        pathlib.Path(path, "half").write_text("written")
+        raise tf.errors.ResourceExhaustedError(None, None, f"{path}/half; No space left on device")
+
+    monkeypatch.setattr(tf.saved_model, "save", full)
+    with pytest.raises(OSError, match="No space left on device") as raised:
+        export_saved_model(*lesson, tmp_path)
+    assert raised.value.errno == errno.ENOSPC
+    assert raised.value.filename.endswith("half")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_error_of_tensorflow_stays_what_it_is(lesson, tmp_path, monkeypatch):
+    def fails(module, path, **kwargs):
+        raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor")
+
+    monkeypatch.setattr(tf.saved_model, "save", fails)
+    with pytest.raises(tf.errors.ResourceExhaustedError, match="OOM"):
+        export_saved_model(*lesson, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_file_that_may_not_grow_is_an_os_error_at_every_size(tmp_path):
+    program = """
+        import errno, os, resource, signal, sys
+        sys.path.insert(0, sys.argv[1])
+        import _lesson_15_model
+        from keras_tinyattn import export_saved_model
+        pair = _lesson_15_model.reference_model()
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        for size in (10, 1000, 3000, 20000, 250000):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+            try:
+                export_saved_model(*pair, sys.argv[2])
+            except OSError as error:
+                assert error.errno == errno.EFBIG, error
+            else:
+                raise SystemExit(f"{size} bytes were enough")
+            assert os.listdir(sys.argv[2]) == []
+    """
+    scripts = pathlib.Path(_lesson_15_model.__file__).parent
+    command = [sys.executable, "-c", textwrap.dedent(program), str(scripts), str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
 
 
 def test_the_card_says_what_the_export_is(lesson_path):

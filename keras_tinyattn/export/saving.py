@@ -8,7 +8,8 @@ import tempfile
 
 import tensorflow as tf
 
-from keras_tinyattn._boundary import check_names, value_errors
+from keras_tinyattn._boundary import check_names, os_errors, value_errors
+from keras_tinyattn._paths import damaged, local_path, no_export, version_folder, versions_of
 from keras_tinyattn.export import card
 from keras_tinyattn.export.signatures import Signatures
 from keras_tinyattn.sampling import SETTINGS
@@ -30,7 +31,8 @@ def export_saved_model(model, tokenizer, path, about=None):
     Args:
         model: a built `CausalLM`.
         tokenizer: the tokenizer of its ids, with the same vocabulary size.
-        path: the base folder; made unless it exists.
+        path: the base folder, on this machine; made unless it exists. An export is renamed when it is
+            finished, which object stores cannot do: copy `path/VERSION` there.
         about: what else the model card should say, a dictionary for JSON: the data that the model was
             trained on, its loss, a licence.
 
@@ -41,8 +43,8 @@ def export_saved_model(model, tokenizer, path, about=None):
 
     Raises:
         ValueError: if model and tokenizer disagree about the size of the vocabulary, a variable is not
-            finite, or `about` is not JSON.
-        OSError: if the folder cannot be written.
+            finite, `about` is not JSON, or the path is not local.
+        OSError: if the folder cannot be written, or the disk is full.
     """
     if tokenizer.vocabulary_size != model.vocabulary_size:
         raise ValueError(
@@ -52,13 +54,14 @@ def export_saved_model(model, tokenizer, path, about=None):
         )
     about = {} if about is None else about
     card.check(model, about)
-    base = pathlib.Path(path)
+    base = local_path(path)
     base.mkdir(parents=True, exist_ok=True)
     with _unfinished_folder(base) as unfinished:
         module = Signatures(model, tokenizer)
         signatures = module.trace()
-        tf.saved_model.save(module, str(unfinished), signatures=signatures)
-        card.write(unfinished, model, tokenizer, signatures, about)
+        with os_errors():
+            tf.saved_model.save(module, str(unfinished), signatures=signatures)
+            card.write(unfinished, model, tokenizer, signatures, about)
         unfinished.chmod(0o755)
         return _rename_to_next_version(unfinished, base)
 
@@ -70,7 +73,7 @@ def load_saved_model(path):
         A `LoadedModel`.
 
     Raises:
-        ValueError: if the folder holds no export of this package.
+        ValueError: if the folder holds no export of this package, or a damaged one.
     """
     return LoadedModel(path)
 
@@ -88,11 +91,14 @@ class LoadedModel:
         # Held for life: the signatures alone would not keep the variables.
         try:
             self._loaded = tf.saved_model.load(str(self.path))
-        except (OSError, tf.errors.OpError) as error:
-            raise ValueError(_NO_EXPORT.format(path=path)) from error
+        except (MemoryError, tf.errors.ResourceExhaustedError):
+            raise
+        except Exception as error:  # Of any type, since any byte may be wrong.
+            raise ValueError(_what_is_damaged(self.path, error)) from error
         self.signatures = dict(self._loaded.signatures)
         if "generate" not in self.signatures:
-            raise ValueError(_NO_EXPORT.format(path=path))
+            reason = "a SavedModel without the signature generate of an export"
+            raise ValueError(no_export(self.path, f"which is {reason}"))
 
     def generate(self, prompts, max_new_tokens, *, stop="", jit_compile=False, **settings):
         """Continue texts.
@@ -143,28 +149,23 @@ class LoadedModel:
         return {name: value.numpy() for name, value in outputs.items()}
 
 
-_NO_EXPORT = (
-    "There is no export to load. Expected a folder that export_saved_model wrote, or a version in it. "
-    "Received: {path}. Export a model first, or name another folder."
-)
-
-
-def version_folder(path):
-    """The version folder that a path means: itself, or the newest version in it."""
-    path = pathlib.Path(path)
-    if (path / "saved_model.pb").is_file():
-        return path
-    versions = _versions(path)
-    if not versions or not (path / str(versions[-1]) / "saved_model.pb").is_file():
-        raise ValueError(_NO_EXPORT.format(path=path))
-    return path / str(versions[-1])
-
-
-def _versions(base):
-    """The version numbers in a base folder, ascending."""
-    if not base.is_dir():
-        return []
-    return sorted(int(entry.name) for entry in base.iterdir() if entry.name.isdecimal())
+def _what_is_damaged(folder, error):
+    """The sentence about an export that TensorFlow does not load."""
+    if not (folder / card.CARD).exists() and not (folder / "variables").exists():
+        return no_export(folder, "whose saved_model.pb is not that of an export")
+    prefix = folder / "variables" / "variables"
+    if not prefix.with_suffix(".index").is_file() or not list(folder.glob("variables/*.data-*")):
+        return damaged(folder, "in which variables are missing")
+    what = "variables"
+    try:
+        reader = tf.train.load_checkpoint(str(prefix))
+        for name in reader.get_variable_to_shape_map():
+            reader.get_tensor(name)
+        what = "saved_model.pb"
+    except Exception as found:
+        error = found
+    reason = str(error).strip().partition("\n")[0]
+    return damaged(folder, f"whose {what} cannot be read ({type(error).__name__}: {reason})")
 
 
 @contextlib.contextmanager
@@ -205,7 +206,7 @@ def _lock_folder(folder, lock, wait):
 
 def _rename_to_next_version(unfinished, base):
     while True:
-        version = base / str(max(_versions(base), default=0) + 1)
+        version = base / str(max((int(entry.name) for entry in versions_of(base)), default=0) + 1)
         try:
             # Fails if another export took the number meanwhile, since that folder is not empty.
             os.rename(unfinished, version)

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from typing import NamedTuple
 
+from keras_tinyattn._paths import version_folder
 from keras_tinyattn.export.card import CARD
-from keras_tinyattn.export.saving import version_folder
 
 __all__ = ["Check", "verify_saved_model"]
 

@@ -11,8 +11,8 @@ and `detokenize(token_ids, lengths)` for a batch of string tensors, which an exp
 """
 
 import json
-import pathlib
 
+from keras_tinyattn._paths import local_path
 from keras_tinyattn.tokenizer.bytes import ByteTokenizer
 from keras_tinyattn.tokenizer.characters import CharTokenizer
 from keras_tinyattn.tokenizer.words import WordTokenizer
@@ -29,7 +29,7 @@ def load_tokenizer(path):
     Raises:
         ValueError: if the file holds no tokenizer.
     """
-    text = pathlib.Path(path).read_text(encoding="utf-8")
+    text = local_path(path).read_text(encoding="utf-8")
     try:
         config = json.loads(text)
         return _CLASSES[config.pop("class")](**config)

@@ -1,12 +1,12 @@
 """What all tokenizers share."""
 
 import json
-import pathlib
 
 import numpy as np
 import tensorflow as tf
 
 from keras_tinyattn._boundary import chosen, require
+from keras_tinyattn._paths import local_path
 
 
 class Tokenizer(tf.Module):
@@ -108,7 +108,7 @@ class Tokenizer(tf.Module):
     def save(self, path):
         """Write the tokenizer as JSON; `load_tokenizer` reads it back."""
         config = {"class": type(self).__name__, **self.get_config()}
-        pathlib.Path(path).write_text(json.dumps(config, ensure_ascii=False), encoding="utf-8")
+        local_path(path).write_text(json.dumps(config, ensure_ascii=False), encoding="utf-8")
 
 
 class VocabularyTokenizer(Tokenizer):

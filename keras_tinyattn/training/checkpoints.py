@@ -6,6 +6,7 @@ import shutil
 
 import tensorflow as tf
 
+from keras_tinyattn._paths import local_path
 from keras_tinyattn.training.optimizer import steps_taken
 
 
@@ -33,7 +34,7 @@ class Checkpoints:
                     f"Received: {'an' if name == 'optimizer' else 'a'} {name} without variables. "
                     "Build both, or make them a step with make_train_step first."
                 )
-        self.directory = pathlib.Path(directory)
+        self.directory = local_path(directory)
         self.optimizer = optimizer
         self._variables = [*model.variables, *optimizer.variables]
         # Variables by their index: what TensorFlow tracks in Keras' own objects lacks dropout's seeds.
@@ -45,7 +46,7 @@ class Checkpoints:
         # all of them must create a variable: so it is created here.
         _ = self._checkpoint.save_counter
         try:
-            self._manager = tf.train.CheckpointManager(self._checkpoint, str(directory), keep)
+            self._manager = tf.train.CheckpointManager(self._checkpoint, str(self.directory), keep)
         except UnicodeDecodeError as error:
             raise ValueError(
                 f"{self.directory / 'checkpoint'} is damaged. Expected TensorFlow's list of "
