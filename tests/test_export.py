@@ -681,6 +681,7 @@ def test_verify_walks_by_prefill_step_and_sample(byte_path, byte_loaded, wrong):
     )
 
 
+@pytest.mark.slow
 def test_what_goes_by_blocks_is_exported_alike_compiled_and_in_a_session(tmp_path, monkeypatch):
     # Windows of 16 tokens or more; a length that a graph does not know decides when it runs.
     for module in (_window, graphs):
@@ -752,7 +753,9 @@ def test_the_operations_of_a_signature_are_counted_through_the_functions_it_call
     assert "steep" in function
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    "bad", [-np.inf, *(pytest.param(x, marks=pytest.mark.slow) for x in (np.nan, np.inf))]
+)
 def test_logits_that_are_not_finite_are_an_invalid_argument_of_every_signature(byte_path, bad):
     loaded = load_saved_model(byte_path)
     texts, ints = tf.constant(["ab", "c"]), tf.constant([1, 1])
@@ -829,7 +832,7 @@ def test_weights_that_are_not_finite_are_not_exported_and_logits_neither(tmp_pat
     assert list(tmp_path.iterdir()) == []
     kernel.assign(tf.zeros(kernel.shape))
     model.final_norm.gamma.assign(tf.fill(model.final_norm.gamma.shape, 3e38))
-    model.embedding.token_embeddings.assign(tf.random.normal((256, 4)) * 1e3)
+    model.embedding.token_embeddings.assign(tf.random.stateless_normal((256, 4), (1, 2)) * 1e3)
     with pytest.raises(ValueError, match="The logits are not finite"):
         export_saved_model(model, ByteTokenizer(), tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -852,7 +855,7 @@ def test_a_card_with_nan_fails_and_the_types_of_the_layers_say_how_close_is_clos
         assert _check_alone.compare("loss", outputs, expected, dtypes)[2] == passed
 
 
-@pytest.mark.parametrize("wrong", [None, "token", "seed"])
+@pytest.mark.parametrize("wrong", [None, "token", pytest.param("seed", marks=pytest.mark.slow)])
 def test_verify_follows_a_compiled_text_in_half_precision_past_near_ties(tmp_path, wrong):
     # Set on the layers alone: the policy of the model says float32.
     before = keras.config.dtype_policy()
