@@ -39,7 +39,7 @@ def functions_run_eagerly():
 
 @pytest.mark.parametrize("in_graph", [False, True])
 @pytest.mark.parametrize("make", [ScaledSelfAttention, CausalSelfAttention])
-@pytest.mark.parametrize("blockwise", [None, True])
+@pytest.mark.parametrize("blockwise", [None, pytest.param(True, marks=pytest.mark.slow)])
 def test_masked_rows_and_padding_make_no_nan_on_the_way(make, blockwise, in_graph):
     x = tf.random.stateless_normal((2, 5, 8), (1, 2))
     masks = [{}, {"mask": tf.constant([[1, 1, 1, 0, 0], [0, 0, 0, 0, 0]])}]

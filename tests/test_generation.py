@@ -492,7 +492,7 @@ def test_a_block_at_positions_of_its_own_gets_its_own_step():
     "blocks",
     [[{"head_dim": 4}, {"head_dim": 5}], [{"head_dim": 4, "output_dim": None}, {"head_dim": 4}]],
 )
-@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("jit_compile", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_layers_of_unlike_widths_share_a_model(blocks, jit_compile):
     blocks = [CausalSelfAttention(**{"num_heads": 3, "output_dim": 12, **block}) for block in blocks]
     width = 12 if blocks[0].output_dim else 6
@@ -557,8 +557,11 @@ def _quantized(model):
         model.quantize("int8")
 
 
-CHANGES = [_low_rank, _activation, _epsilon, _policy_of_attention, _fewer_blocks, _another_table]
+CHANGES = [_low_rank, _epsilon, _fewer_blocks]
 MORE_CHANGES = [
+    _activation,
+    _policy_of_attention,
+    _another_table,
     _epsilon_of_the_last_norm,
     _no_last_norm,
     _policy_of_the_embedding,
@@ -630,7 +633,7 @@ def test_a_block_that_is_used_twice_keeps_a_cache_for_each_use():
     check_against_windows(model, model.generate([1, 2, 3], 6, jit_compile=False), 3)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("bad", [np.nan, -np.inf, pytest.param(np.inf, marks=pytest.mark.slow)])
 def test_logits_that_are_not_finite_are_an_error_on_every_path(bad):
     keras.utils.set_random_seed(1)
     model = CausalLM(
@@ -652,7 +655,7 @@ def test_logits_that_are_not_finite_are_an_error_on_every_path(bad):
         list(stream(model, [1, 2], 3))
 
 
-@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("jit_compile", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_row_whose_logits_do_not_count_fails_no_other(model, jit_compile):
     broken = keras.models.clone_model(model)
     broken.build((None, LENGTH))
