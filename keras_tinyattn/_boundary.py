@@ -55,6 +55,52 @@ def as_numbers(value, kind=numbers.Integral):
     return array if real else None
 
 
+def as_text(value):
+    """A string or bytes as bytes; None for anything else.
+
+    Raises:
+        ValueError: if a string holds half of a surrogate pair.
+    """
+    if not isinstance(value, str):
+        return bytes(value) if isinstance(value, bytes) else None
+    try:
+        return value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            "A text must be valid Unicode. Expected no half of a surrogate pair. "
+            f"Received: {value[error.start]!r} at index {error.start}. Replace it."
+        ) from None
+
+
+def as_texts(name, value):
+    """Texts, one or a list or array of them, as `(B,)` strings, a NumPy array of bytes.
+
+    Args:
+        name: what the message calls them.
+        value: strings or bytes, of any type that holds them.
+
+    Raises:
+        ValueError: if something is no text, or not valid Unicode, or there is none.
+    """
+    value = plain(value)
+    value = value.tolist() if isinstance(value, np.ndarray) else value
+    values = value if isinstance(value, list) else [value]
+    # A string of NumPy is an array by now.
+    values = [part.tolist() if isinstance(part, np.ndarray) else part for part in values]
+    texts = np.array([as_text(part) for part in values], object)
+    if None in texts.tolist():
+        raise ValueError(
+            f"{name} must be text. Expected a string, or bytes of UTF-8, or a list of them. "
+            f"Received: {shown(value)}. Decode token ids first."
+        )
+    if not values:
+        raise ValueError(
+            f"There is nothing to read. Expected at least one text in {name}. "
+            "Received: an empty batch. Give a list of texts."
+        )
+    return texts
+
+
 def per_row(setting, value, rows=None):
     """A setting as a NumPy array of its dtype: `()` for all rows, or `(B,)`.
 
@@ -72,7 +118,7 @@ def per_row(setting, value, rows=None):
     if array is None or array.ndim > 1 or (array.ndim and rows is not None and len(array) != rows):
         kind = "an integer" if integer else "a number"
         raise ValueError(
-            f"{setting.name} is one for all prompts or one per prompt. Expected {kind} or "
+            f"{setting.name} is one for all rows or one per row. Expected {kind} or "
             f"{'one per row' if rows is None else f'{rows} of them'}. Received: {shown(value)}."
         )
     try:
@@ -137,17 +183,49 @@ def chosen(values, mask):
     return tf.gather_nd(values, tf.where(mask))
 
 
-def require_one_batch(**inputs):
-    """The assertion that all inputs have one number of rows."""
-    ranks = [value.shape.rank for value in inputs.values()]
-    shapes = tf.concat([tf.shape(value) for value in inputs.values()], axis=0)
-    rows = tf.gather(shapes, np.cumsum([0, *ranks[:-1]]))
-    return require(
+def require_inputs(**inputs):
+    """The inputs of a signature, once each has the rank it was traced for, and all have as many rows.
+
+    A server checks no rank, and in a graph that was traced for one `tf.rank` is a constant. So the
+    shapes are compared as numbers, which nothing folds.
+    """
+    shapes = [value.shape.as_list() for value in inputs.values()]
+    # All shapes in one row, the end of each marked.
+    free, end, behind = -1, -2, -3
+    expected = np.array([free if size is None else size for shape in shapes for size in (*shape, end)])
+    owners = np.repeat(np.arange(len(shapes)), [len(shape) + 1 for shape in shapes])
+    starts = np.flatnonzero(np.diff(owners, prepend=-1))
+    seen = tf.concat([part for value in inputs.values() for part in (tf.shape(value), [end])], axis=0)
+    aligned = tf.concat([seen, np.full(len(expected), behind)], axis=0)[: len(expected)]
+    right = (aligned == expected) | ((expected == free) & (aligned >= 0))
+    # Up to the first that is wrong all are aligned.
+    wrong = tf.gather(owners, tf.argmin(tf.cast(right, tf.int32)))
+    received = seen[tf.gather(starts, wrong) :]
+    received = received[: tf.argmax(tf.cast(received == end, tf.int32))]
+    axes = [["B", *("T" if size is None else str(size) for size in shape[1:])] for shape in shapes]
+    checks = require(
+        tf.reduce_all(right),
+        tf.gather(
+            [
+                f"{name} has another shape. Expected ({', '.join(part)})"
+                for name, part in zip(inputs, axes, strict=True)
+            ],
+            wrong,
+        ),
+        ", a row for each text. Received: (",
+        received,
+        ").",
+    )
+    with tf.control_dependencies(checks):
+        rows = tf.gather(aligned, starts)
+    checks = require(
         tf.reduce_all(rows == rows[0]),
         f"Each row needs its own value. Expected one number of rows in {', '.join(inputs)}. Received: ",
         rows,
         ".",
     )
+    with tf.control_dependencies(checks):
+        return {name: tf.identity(value) for name, value in inputs.items()}
 
 
 def check_names(given, known):

@@ -206,7 +206,7 @@ def test_bad_input_is_refused_before_anything_runs(model, token_ids, settings, m
     ("settings", "message"),
     [
         ({"seed": 2**31}, "seed does not fit 32 bits"),
-        ({"seed": [1, 2]}, "seed is one for all prompts or one per prompt"),
+        ({"seed": [1, 2]}, "seed is one for all rows or one per row"),
         ({"top_k": 1.5}, "top_k is one for all"),
         ({"stop": list(range(9))}, "up to 8"),
         ({"stop": -3}, "up to 8"),

@@ -19,8 +19,9 @@ from keras_tinyattn.version import __version__
 
 CARD = "model_card.json"
 WARMUP = "assets.extra/tf_serving_warmup_requests"
-# Answers with more entries, such as whole caches, would make the card larger than the model.
-LARGEST_ANSWER = 1000
+# Arrays with more entries, such as whole caches, would make the card larger than the model. Where an
+# input is left out, it is what `prefill` answers.
+LARGEST_ARRAY = 1000
 # How deep lists and dictionaries in `about` may stand in each other.
 DEEPEST = 50
 
@@ -74,11 +75,12 @@ def write(folder, model, tokenizer, signatures, about):
         about: what only the caller knows, a dictionary for JSON: the data, the loss, a licence.
     """
     requests = _example_requests(model, tokenizer)
+    requests += _stepwise_requests(signatures, model.sequence_length, *requests[-1])
     answers = [
         {
             "signature": name,
             "inputs": _to_json(inputs),
-            "outputs": _to_json(_answer(signatures[name], inputs), largest=LARGEST_ANSWER),
+            "outputs": _to_json(_answer(signatures[name], inputs)),
         }
         for name, inputs in requests
     ]
@@ -176,13 +178,27 @@ def _example_requests(model, tokenizer):
     ]
 
 
+def _stepwise_requests(signatures, sequence_length, name, inputs):
+    """The requests that follow a `prefill`, where there is a position left for one more token."""
+    position = inputs["prompt_length"]
+    if max(position) >= sequence_length:
+        return []
+    state = {key: value.numpy() for key, value in _answer(signatures[name], inputs).items()}
+    settings = {setting.name: np.full(2, setting.default, setting.dtype) for setting in SETTINGS}
+    cache = {key.removeprefix("new_"): value for key, value in state.items() if key != "logits"}
+    return [
+        ("sample", {"logits": state["logits"], "position": position, **settings}),
+        ("step", {"token_id": inputs["prompt_ids"][:, 0], "position": position, **cache}),
+    ]
+
+
 def _is_text(tokenizer, token):
     """Whether one token decodes to text that encodes to it again, and is not white space."""
     text = tokenizer.decode([token])
     return bool(text.strip()) and "\N{REPLACEMENT CHARACTER}" not in text
 
 
-def _to_json(tensors, largest=None):
+def _to_json(tensors):
     def plain(value):
         if value.dtype == object:
             return np.vectorize(lambda part: part.decode("latin-1"), otypes=[object])(value).tolist()
@@ -196,7 +212,7 @@ def _to_json(tensors, largest=None):
     return {
         name: {"dtype": tf.as_dtype(value.dtype).name, "value": plain(value)}
         for name, value in tensors.items()
-        if largest is None or value.size <= largest
+        if value.size <= LARGEST_ARRAY
     }
 
 
@@ -213,7 +229,10 @@ def _write_warmup(folder, requests):
             model_spec = _field(1, b"default") + _field(3, signature.encode())
             request = _field(1, model_spec)
             for name, value in inputs.items():
-                tensor = tf.make_tensor_proto(value).SerializeToString()
+                # A message of one number for each of a cache's would be as large as the cache.
+                large = value.size > LARGEST_ARRAY
+                tensor = tf.make_tensor_proto(0 if large else value, value.dtype, value.shape)
+                tensor = tensor.SerializeToString()
                 request += _field(2, _field(1, name.encode()) + _field(2, tensor))
             # PredictionLog.predict_log (6) . PredictLog.request (1) . PredictRequest
             writer.write(_field(6, _field(1, request)))

@@ -6,12 +6,14 @@ import pathlib
 import shutil
 import tempfile
 
+import numpy as np
 import tensorflow as tf
 
-from keras_tinyattn._boundary import check_names, os_errors, value_errors
+from keras_tinyattn._boundary import as_texts, check_names, os_errors, per_row, plain, value_errors
 from keras_tinyattn._paths import damaged, local_path, no_export, version_folder, versions_of
 from keras_tinyattn.export import card
 from keras_tinyattn.export.signatures import Signatures
+from keras_tinyattn.generation.request import ROW_SETTINGS, require_stops
 from keras_tinyattn.sampling import SETTINGS
 
 try:
@@ -100,53 +102,67 @@ class LoadedModel:
             reason = "a SavedModel without the signature generate of an export"
             raise ValueError(no_export(self.path, f"which is {reason}"))
 
-    def generate(self, prompts, max_new_tokens, *, stop="", jit_compile=False, **settings):
-        """Continue texts.
+    def generate(self, prompts, max_new_tokens, *, stop=None, jit_compile=False, **settings):
+        """Continue texts, with each setting for all of them or one per text.
 
         Args:
-            prompts: a string, or a list of strings.
-            max_new_tokens: one for all or one per prompt, as the signature `generate` takes it.
-            stop: likewise, the text to stop at; "" is the tokenizer's own end.
-            jit_compile: whether to call `generate_xla` instead.
-            **settings: how tokens are sampled, likewise, by the names of `sampling.SETTINGS`:
-                `temperature`, `top_k`, `top_p`, `min_p`, `seed`.
+            prompts: a text or a list of texts: strings, or bytes of UTF-8.
+            max_new_tokens: how many tokens to add at most.
+            stop: the text to stop at; None or "" is the tokenizer's own end.
+            jit_compile: whether to call `generate_xla` instead, which is slower at the first call and
+                faster after. Off unless asked for, since a server without XLA has `generate` alone;
+                `keras_tinyattn.generate` compiles unless asked not to.
+            **settings: how tokens are sampled, by the names of `sampling.SETTINGS`: `temperature`,
+                `top_k`, `top_p`, `min_p`, `seed`.
 
         Returns:
-            A dictionary of the outputs of the signature, NumPy arrays of batch size B, 1 for a string.
+            A dictionary of the outputs of the signature: NumPy arrays whose first axis is the batch, of
+            size 1 for a single text.
 
         Raises:
             TypeError: if there is no setting of a name.
-            ValueError: if a prompt or a setting is refused.
+            ValueError: if a text or a setting is refused.
         """
-        texts = tf.constant([prompts] if isinstance(prompts, str) else list(prompts), tf.string)
+        texts = as_texts("prompts", prompts)
+        rows = len(texts)
         # An export takes the settings that it was made with.
         inputs = self.signatures["generate"].structured_input_signature[1]
-        known = [setting for setting in SETTINGS if setting.name in inputs]
-        check_names(settings, known)
-        values = {setting.name: settings.get(setting.name, setting.default) for setting in known}
-        values |= {"max_new_tokens": max_new_tokens, "stop": stop}
-
-        def per_row(value, dtype):
-            return tf.broadcast_to(tf.constant(value, dtype), tf.shape(texts))
-
+        check_names(settings, [setting for setting in SETTINGS if setting.name in inputs])
+        settings["max_new_tokens"] = max_new_tokens
+        values = {
+            setting.name: per_row(setting, settings.get(setting.name, setting.default), rows)
+            for setting in ROW_SETTINGS
+            if setting.name in inputs
+        }
         return self._call(
             "generate_xla" if jit_compile else "generate",
             prompt=texts,
-            **{name: per_row(value, inputs[name].dtype) for name, value in values.items()},
+            stop=_stop_texts(stop, rows),
+            **{name: np.broadcast_to(value, (rows,)) for name, value in values.items()},
         )
 
     def score(self, texts):
-        """Log-probabilities and loss of texts: the signature `score`."""
-        return self._call("score", text=tf.constant([texts] if isinstance(texts, str) else texts))
+        """Log-probabilities and loss of a text or a list of texts: the signature `score`."""
+        return self._call("score", text=as_texts("texts", texts))
 
     def attention(self, texts):
-        """The weights of each layer and head for texts: the signature `attention`."""
-        return self._call("attention", text=tf.constant([texts] if isinstance(texts, str) else texts))
+        """The weights of each layer and head for one or more texts: the signature `attention`."""
+        return self._call("attention", text=as_texts("texts", texts))
 
     def _call(self, signature, **inputs):
         with value_errors():
-            outputs = self.signatures[signature](**inputs)
+            outputs = self.signatures[signature](
+                **{name: tf.constant(value) for name, value in inputs.items()}
+            )
         return {name: value.numpy() for name, value in outputs.items()}
+
+
+def _stop_texts(stop, rows):
+    """The stop of each row as bytes, from one for all or a list with one per row."""
+    stop = plain(stop)
+    stops = list(stop) if isinstance(stop, list) or np.ndim(stop) else [stop] * rows
+    require_stops(stops, rows)
+    return as_texts("stop", [b"" if part is None else part for part in stops])
 
 
 def _what_is_damaged(folder, error):

@@ -10,7 +10,7 @@ import types
 import tensorflow as tf
 
 from keras_tinyattn import sampling
-from keras_tinyattn._boundary import require, require_one_batch
+from keras_tinyattn._boundary import require, require_inputs
 from keras_tinyattn.export import stepwise
 from keras_tinyattn.generation.graphs import read_parameters, window_graph
 from keras_tinyattn.generation.loop import request_graph
@@ -71,10 +71,13 @@ class Signatures(tf.Module):
                 functools.partial(stepwise.step, model),
                 {"token_id": ints, "position": ints, **stepwise.cache_inputs(model)},
             ),
-            "sample": (stepwise.sample, {"logits": _FLOAT_ROWS, "position": ints, **_SAMPLING}),
+            "sample": (
+                functools.partial(stepwise.sample, model),
+                {"logits": _FLOAT_ROWS, "position": ints, **_SAMPLING},
+            ),
         }
         return {
-            name: tf.function(method, autograph=False).get_concrete_function(
+            name: tf.function(_checked(method), autograph=False).get_concrete_function(
                 **{key: tf.TensorSpec(spec.shape, spec.dtype, name=key) for key, spec in inputs.items()}
             )
             for name, (method, inputs) in specs.items()
@@ -107,9 +110,6 @@ class Signatures(tf.Module):
 
     def _prepare(self, prompt, stop, *settings):
         """Prompts and stops as ids."""
-        named = dict(zip(_SETTINGS, settings, strict=True))
-        with tf.control_dependencies(require_one_batch(prompt=prompt, stop=stop, **named)):
-            prompt = tf.identity(prompt)
         return (*self._shared.tokenize(prompt), *self._stop_ids(stop))
 
     def _present(self, result, prompt_length, stop_length):
@@ -131,16 +131,7 @@ class Signatures(tf.Module):
         }
 
     def generate_ids(self, prompt_ids, prompt_length, stop_id, **settings):
-        with tf.control_dependencies(
-            require_one_batch(
-                prompt_ids=prompt_ids, prompt_length=prompt_length, stop_id=stop_id, **settings
-            )
-        ):
-            stop_ids = tf.pad(
-                stop_id[:, None],
-                ((0, 0), (MAX_STOP_TOKENS - 1, 0)),
-                constant_values=-1,
-            )
+        stop_ids = tf.pad(stop_id[:, None], ((0, 0), (MAX_STOP_TOKENS - 1, 0)), constant_values=-1)
         result = self._continue(prompt_ids, prompt_length, settings, stop_ids, jit_compile=False)
         return {
             "token_ids": result.token_ids,
@@ -165,7 +156,8 @@ class Signatures(tf.Module):
         return {
             "token_ids": token_ids,
             "length": length,
-            "logprobs": tf.pad(logprobs, ((0, 0), (1, 0))),
+            # As wide as the ids, which of an empty batch have no columns.
+            "logprobs": tf.pad(logprobs, ((0, 0), (1, 0)))[:, : tf.shape(token_ids)[1]],
             "loss": tf.math.divide_no_nan(-tf.reduce_sum(logprobs, axis=1), targets),
         }
 
@@ -201,7 +193,16 @@ class Signatures(tf.Module):
 
     def detokenize(self, token_ids, length):
         """Ids as texts; the bytes need not be valid UTF-8."""
-        with tf.control_dependencies(require_one_batch(token_ids=token_ids, length=length)):
+        width = tf.shape(token_ids)[1]
+        checks = require(
+            tf.reduce_all((length >= 0) & (length <= width)),
+            "A length is outside token_ids. Expected 0 to ",
+            width,
+            ". Received: ",
+            length,
+            ". Give as many ids as the text is long.",
+        )
+        with tf.control_dependencies(checks):
             texts = self._shared.detokenize(tf.identity(token_ids), length)
         return {"text": _valid_utf8(texts), "text_bytes": texts}
 
@@ -251,6 +252,11 @@ class Signatures(tf.Module):
         )
         with tf.control_dependencies(checks):
             return tf.identity(token_ids), tf.identity(length)
+
+
+def _checked(method):
+    """A signature that checks the shapes of its inputs first."""
+    return lambda **inputs: method(**require_inputs(**inputs))
 
 
 def _graph(function, *signature):

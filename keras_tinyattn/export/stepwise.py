@@ -3,7 +3,7 @@
 import tensorflow as tf
 
 from keras_tinyattn import sampling
-from keras_tinyattn._boundary import require, require_one_batch
+from keras_tinyattn._boundary import require
 from keras_tinyattn.generation.graphs import grow_cache, read_parameters, step_graph, window_graph
 from keras_tinyattn.generation.request import check_ids, check_lengths, check_sampling
 from keras_tinyattn.layers.cache import KeyValueCache
@@ -11,8 +11,6 @@ from keras_tinyattn.layers.cache import KeyValueCache
 
 def prefill(model, prompt_ids, prompt_length):
     """The logits that follow each prompt, and a cache that holds it."""
-    with tf.control_dependencies(require_one_batch(prompt_ids=prompt_ids, prompt_length=prompt_length)):
-        prompt_length = tf.identity(prompt_length)
     prompt_length = check_lengths(prompt_length, tf.shape(prompt_ids)[1], model.sequence_length)
     prompt_ids = check_ids(prompt_ids, prompt_length, model.vocabulary_size)
     width = tf.maximum(tf.reduce_max(prompt_length), 1)
@@ -24,15 +22,7 @@ def prefill(model, prompt_ids, prompt_length):
 
 def step(model, token_id, position, **cache):
     """The logits that follow one more token of each row, and the cache with it."""
-    with tf.control_dependencies(
-        require_one_batch(token_id=token_id, position=position, **cache)
-        + require(
-            tf.reduce_all((position >= 0) & (position < model.sequence_length)),
-            f"A position is outside the model. Expected 0 to {model.sequence_length - 1}. Received: ",
-            position,
-            ". Stop before the last position.",
-        )
-    ):
+    with tf.control_dependencies(_require_positions(model, position)):
         token_id = tf.identity(token_id)
     logits, cache = step_graph(model)(
         read_parameters(model),
@@ -49,14 +39,30 @@ def step(model, token_id, position, **cache):
     return {"logits": _finite(tf.squeeze(logits, 1)), **_cache_outputs(model, cache)}
 
 
-def sample(logits, position, **settings):
+def sample(model, logits, position, **settings):
     """The next token of each row, for a client that calls `prefill` and `step` itself."""
-    checks = require_one_batch(logits=logits, position=position, **settings)
+    width = tf.shape(logits)[1]
+    checks = _require_positions(model, position) + require(
+        width == model.vocabulary_size,
+        "The logits have another width. Expected one for each of the vocabulary's "
+        f"{model.vocabulary_size} tokens. Received: ",
+        width,
+        ". Take them from prefill or step.",
+    )
     with tf.control_dependencies(checks):
         settings = check_sampling(sampling.SamplingSettings(**settings))
     token_id = sampling.sample(logits, position=position, **settings._asdict())
     logprob = tf.gather(tf.nn.log_softmax(logits), token_id, batch_dims=1)
     return {"token_id": token_id, "logprob": logprob}
+
+
+def _require_positions(model, position):
+    return require(
+        tf.reduce_all((position >= 0) & (position < model.sequence_length)),
+        f"A position is outside the model. Expected 0 to {model.sequence_length - 1}. Received: ",
+        position,
+        ". Stop before the last position.",
+    )
 
 
 def _finite(logits):

@@ -238,9 +238,20 @@ def make_settings(rows, vocabulary_size, max_new_tokens, stop, settings):
     return Settings(*values, stop=_stop_rows(stop, rows, vocabulary_size))
 
 
+def require_stops(stops, rows):
+    """Refuse another number of stops than there are rows."""
+    require(
+        len(stops) == rows,
+        f"stop is one for all rows or one per row. Expected {rows} of them. Received: {len(stops)}.",
+    )
+
+
 def _stop_rows(stop, rows, vocabulary_size):
     """Stops as (B, M) ids, -1 in front."""
-    stops = one_stop_per_row(stop, rows)
+    stop = plain(stop)
+    one = not _is_list(stop) or not any(part is None or _is_list(part) for part in stop)
+    stops = [stop] * rows if one else list(stop)
+    require_stops(stops, rows)
     table = np.full((rows, MAX_STOP_TOKENS), -1, np.int32)
     for place, part in zip(table, stops, strict=True):
         ids = as_numbers([] if part is None else part)
@@ -253,24 +264,3 @@ def _stop_rows(stop, rows, vocabulary_size):
             _require_small(_foreign_stop, vocabulary_size, np.ravel(ids))
             place[-ids.size :] = ids
     return tf.constant(table)
-
-
-def one_stop_per_row(stop, rows, is_one=lambda stop: not any(x is None or _is_list(x) for x in stop)):
-    """The stop of each row, from one for all or a list with one per row.
-
-    Args:
-        stop: what the caller gave.
-        rows: how many there are.
-        is_one: whether a list is a single stop.
-
-    Raises:
-        ValueError: if there is another number of them.
-    """
-    stop = plain(stop)
-    stops = [stop] * rows if not _is_list(stop) or is_one(stop) else list(stop)
-    if len(stops) != rows:
-        raise ValueError(
-            f"stop is one for all prompts or one per prompt. Expected {rows} of them. "
-            f"Received: {len(stops)}."
-        )
-    return stops
