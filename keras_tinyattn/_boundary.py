@@ -55,50 +55,28 @@ def as_numbers(value, kind=numbers.Integral):
     return array if real else None
 
 
-def as_text(value):
-    """A string or bytes as bytes; None for anything else.
+def as_logits(logits):
+    """Logits as a float32 tensor `(B, V)`.
 
     Raises:
-        ValueError: if a string holds half of a surrogate pair.
+        ValueError: if they are no numbers, or of another rank.
     """
-    if not isinstance(value, str):
-        return bytes(value) if isinstance(value, bytes) else None
-    try:
-        return value.encode()
-    except UnicodeEncodeError as error:
+    values = logits
+    if not isinstance(logits, tf.Tensor):
+        array = as_numbers(logits, numbers.Real)
+        try:
+            with np.errstate(over="ignore"):  # Infinite logits have an error of their own.
+                values = None if array is None else tf.constant(array.astype(np.float32))
+        except OverflowError:
+            values = None
+    is_number = values is not None and (values.dtype.is_floating or values.dtype.is_integer)
+    rank = values.shape.rank if is_number else 0
+    if rank is not None and (rank != 2 or values.shape[1] == 0):
         raise ValueError(
-            "A text must be valid Unicode. Expected no half of a surrogate pair. "
-            f"Received: {value[error.start]!r} at index {error.start}. Replace it."
-        ) from None
-
-
-def as_texts(name, value):
-    """Texts, one or a list or array of them, as `(B,)` strings, a NumPy array of bytes.
-
-    Args:
-        name: what the message calls them.
-        value: strings or bytes, of any type that holds them.
-
-    Raises:
-        ValueError: if something is no text, or not valid Unicode, or there is none.
-    """
-    value = plain(value)
-    value = value.tolist() if isinstance(value, np.ndarray) else value
-    values = value if isinstance(value, list) else [value]
-    # A string of NumPy is an array by now.
-    values = [part.tolist() if isinstance(part, np.ndarray) else part for part in values]
-    texts = np.array([as_text(part) for part in values], object)
-    if None in texts.tolist():
-        raise ValueError(
-            f"{name} must be text. Expected a string, or bytes of UTF-8, or a list of them. "
-            f"Received: {shown(value)}. Decode token ids first."
+            "Logits are a row of numbers for each text. Expected (B, V) numbers. "
+            f"Received: {shown(logits)}. For a single row, put it in a list."
         )
-    if not values:
-        raise ValueError(
-            f"There is nothing to read. Expected at least one text in {name}. "
-            "Received: an empty batch. Give a list of texts."
-        )
-    return texts
+    return tf.cast(values, tf.float32)
 
 
 def per_row(setting, value, rows=None):

@@ -112,7 +112,7 @@ def sample(logits, *, position=0, **settings):
     >>> sample(tf.constant([[0.1, 2.0, 0.3]])).numpy()
     array([1], dtype=int32)
     """
-    token_ids = sample_unchecked(logits, position=position, **settings)
+    token_ids = sample_unchecked(_boundary().as_logits(logits), position=position, **settings)
     with tf.control_dependencies(require_finite(token_ids >= 0)):
         return tf.identity(token_ids)
 
@@ -173,6 +173,7 @@ def filter_logits(logits, top_k=0, top_p=1.0, min_p=0.0):
     >>> filter_logits(tf.constant([[1.0, 3.0, 2.0]]), top_k=2).numpy()
     array([[-inf,   3.,   2.]], dtype=float32)
     """
+    logits = _boundary().as_logits(logits)
     return tf.where(_kept(logits, top_k, top_p, min_p), logits, -np.inf)
 
 

@@ -9,12 +9,13 @@ import tempfile
 import numpy as np
 import tensorflow as tf
 
-from keras_tinyattn._boundary import as_texts, check_names, os_errors, per_row, plain, value_errors
+from keras_tinyattn._boundary import check_names, os_errors, per_row, plain, value_errors
 from keras_tinyattn._paths import damaged, local_path, no_export, version_folder, versions_of
 from keras_tinyattn.export import card
 from keras_tinyattn.export.signatures import Signatures
 from keras_tinyattn.generation.request import ROW_SETTINGS, require_stops
 from keras_tinyattn.sampling import SETTINGS
+from keras_tinyattn.tokenizer.base import as_texts
 
 try:
     import fcntl

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import tensorflow as tf
 
-from keras_tinyattn._boundary import chosen, require
+from keras_tinyattn._boundary import chosen, plain, require, shown
 from keras_tinyattn._paths import local_path
 
 
@@ -162,3 +162,49 @@ class VocabularyTokenizer(Tokenizer):
             unknown,
             ". Leave them out, or use a tokenizer that knows them.",
         )
+
+
+def as_text(value):
+    """A string or bytes as bytes; None for anything else.
+
+    Raises:
+        ValueError: if a string holds half of a surrogate pair.
+    """
+    if not isinstance(value, str):
+        return bytes(value) if isinstance(value, bytes) else None
+    try:
+        return value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            "A text must be valid Unicode. Expected no half of a surrogate pair. "
+            f"Received: {value[error.start]!r} at index {error.start}. Replace it."
+        ) from None
+
+
+def as_texts(name, value):
+    """Texts, one or a list or array of them, as `(B,)` strings, a NumPy array of bytes.
+
+    Args:
+        name: what the message calls them.
+        value: strings or bytes, of any type that holds them.
+
+    Raises:
+        ValueError: if something is no text, or not valid Unicode, or there is none.
+    """
+    value = plain(value)
+    value = value.tolist() if isinstance(value, np.ndarray) else value
+    values = value if isinstance(value, list) else [value]
+    # A string of NumPy is an array by now.
+    values = [part.tolist() if isinstance(part, np.ndarray) else part for part in values]
+    texts = np.array([as_text(part) for part in values], object)
+    if None in texts.tolist():
+        raise ValueError(
+            f"{name} must be text. Expected a string, or bytes of UTF-8, or a list of them. "
+            f"Received: {shown(value)}. Decode token ids first."
+        )
+    if not values:
+        raise ValueError(
+            f"There is nothing to read. Expected at least one text in {name}. "
+            "Received: an empty batch. Give a list of texts."
+        )
+    return texts
