@@ -20,6 +20,8 @@ _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 200
 
 def plain(value):
     """Tensors and other arrays as NumPy arrays, iterators as lists, and lists of them likewise."""
+    if isinstance(value, str | bytes):
+        return value  # NumPy's too, which would become arrays.
     if isinstance(value, tf.RaggedTensor):
         return value.to_list()
     if isinstance(value, list | tuple | range | collections.abc.Iterator):

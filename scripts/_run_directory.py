@@ -94,7 +94,7 @@ class RunDirectory:
         """
         path = self.path / "run.json"
         try:
-            settings = json.loads(path.read_text(encoding="utf-8"))
+            settings = json.loads(path.read_text(encoding="utf-8-sig"))
         except (FileNotFoundError, NotADirectoryError):
             raise ValueError(
                 f"--resume continues a run, but {str(self.path)!r} holds none. "

@@ -95,13 +95,16 @@ def export(folder, trained):
 
 def generate(options):
     """Run an export, with TensorFlow alone, and print the text."""
-    version = _version_folder(options.model)
+    try:
+        version = _start.version_folder(options.model)
+    except ValueError as error:
+        raise ValueError(_no_export(options.model)) from error
     try:
         # Kept to the end: the signatures alone would not keep the variables.
         loaded = tf.saved_model.load(str(version))
         card = json.loads((version / "model_card.json").read_text(encoding="utf-8"))
         positions = card["model"]["sequence_length"]
-        names = ("generate_xla", "tokenize", "detokenize", "prefill", "step", "sample")
+        names = ("generate", "generate_xla", "tokenize", "detokenize", "prefill", "step", "sample")
         signatures = {name: loaded.signatures[name] for name in names}
     except (KeyError, OSError, ValueError, tf.errors.OpError) as error:
         raise ValueError(_no_export(options.model)) from error
@@ -111,14 +114,14 @@ def generate(options):
         # An export takes the settings that it was made with.
         if setting.name in signatures["sample"].structured_input_signature[1]
     }
+    texts = {"prompt": tf.constant([options.prompt]), "stop": tf.constant([options.stop])}
     try:
+        if options.stop:
+            # Adds nothing: the signature judges the stop, which `stream` finds by its ids.
+            signatures["generate"](max_new_tokens=tf.constant([0]), **texts, **settings)
         if options.xla:
-            outputs = signatures["generate_xla"](
-                prompt=tf.constant([options.prompt]),
-                max_new_tokens=tf.constant([options.steps]),
-                stop=tf.constant([options.stop]),
-                **settings,
-            )
+            steps = tf.constant([options.steps])
+            outputs = signatures["generate_xla"](max_new_tokens=steps, **texts, **settings)
             print(outputs["text"][0].numpy().decode())
             added, stopped = outputs["new_logprobs"].shape[1], outputs["finish_reason"][0] == b"stop"
         else:
@@ -176,17 +179,6 @@ def continuation(signatures, prompt, end, settings):
 
 def _option(setting):
     return "--" + setting.name.replace("_", "-")
-
-
-def _version_folder(folder):
-    """The version that a folder means: itself, or the newest one in it."""
-    folder = Path(folder)
-    if folder.is_dir() and not (folder / "saved_model.pb").is_file():
-        versions = [entry for entry in folder.iterdir() if entry.name.isdecimal()]
-        folder = max(versions, key=lambda entry: int(entry.name), default=folder)
-    if not (folder / "saved_model.pb").is_file():
-        raise ValueError(_no_export(folder))
-    return folder
 
 
 def _no_export(folder):

@@ -298,7 +298,7 @@ def read_text(path):
     """The whole file as a string, its line ends unchanged."""
     data = Path(path).read_bytes()
     try:
-        text = data.decode("utf-8")
+        text = data.decode("utf-8").removeprefix("\ufeff")  # A byte order mark is no text.
     except UnicodeDecodeError as error:
         raise ValueError(
             f"--text needs UTF-8, but byte {error.start:,} of {str(path)!r} is not part of it. "

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from keras_tinyattn import (
     DecoderBlock,
     TokenAndPositionEmbedding,
     VocabProjection,
+    WordTokenizer,
     causal_lm_from_gpt2,
     export_saved_model,
     generate,
@@ -273,6 +275,7 @@ def test_a_tokenizer_s_own_end_stops_unless_another_is_given(loaded):
         ("The", {"min_p": 1.5}, "min_p is out of range"),
         ("The", {"min_p": -0.1}, "min_p is out of range"),
         ("The", {"stop": "cow"}, "Received also: cow"),
+        ("The", {"stop": " "}, r"A stop holds no token\. .*Received: ' '"),
     ],
 )
 @pytest.mark.parametrize("jit_compile", [False, True])
@@ -284,6 +287,99 @@ def test_bad_input_is_an_invalid_argument_with_the_sentence(
         loaded.generate(prompts, **{"max_new_tokens": 2, **given}, jit_compile=jit_compile)
     # Nothing is left behind that changes the next answer.
     assert loaded.generate("The cat sat", 3)["token_ids"].tolist() == [[1, 2, 3, 7, 7, 7]]
+
+
+def test_a_stop_outside_the_vocabulary_is_refused_where_an_unknown_word_has_an_id(tmp_path):
+    tokenizer = WordTokenizer.from_text("a b c")
+    model = gpt(tokenizer.vocabulary_size, sequence_length=6, hidden_dim=4, num_heads=1, num_layers=1)
+    model.build((None, 6))
+    loaded = load_saved_model(export_saved_model(model, tokenizer, tmp_path))
+    assert loaded.generate(["a", "nobody"], 2, stop=["b c", None])["length"].min() >= 2
+    for stop in ("dog", "a dog", "<unk>"):
+        message = rf"A stop holds a word outside the vocabulary\. .*Received: {stop}\. "
+        for jit_compile in (False, True):
+            with pytest.raises(ValueError, match=message):
+                loaded.generate(["a", "b"], 2, stop=[None, stop], jit_compile=jit_compile)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("prompts", None, "prompts must be text"),
+        ("prompts", 5, "prompts must be text"),
+        ("prompts", [["a"]], "prompts must be one text, or a list"),
+        ("prompts", [], r"at least one.*Received: \[\]"),
+        ("prompts", ["a", 1], "prompts must be text"),
+        ("prompts", "\ud800", "surrogate pair"),
+        ("max_new_tokens", 2**32 + 1, "max_new_tokens does not fit 32 bits.*Received: 4294967297"),
+        ("max_new_tokens", 2.0, "Expected an integer"),
+        ("max_new_tokens", True, "Expected an integer"),
+        ("max_new_tokens", [1, 2, 3], r"or 2 of them\. Received: \[1, 2, 3\]"),
+        ("seed", 2**31, "seed does not fit 32 bits"),
+        ("seed", np.int64(2**40), "seed does not fit 32 bits"),
+        ("top_k", 1.5, "Expected an integer"),
+        ("top_k", -1, "top_k is out of range"),
+        ("temperature", 1e39, "temperature does not fit 32 bits"),
+        ("temperature", "1", "Expected a number"),
+        ("temperature", None, "Expected a number"),
+        ("stop", 5, "stop must be text"),
+        ("stop", ["x"], r"Expected 2 of them\. Received: 1"),
+        ("stop", [["x"], ["y"]], "stop must be one text, or a list"),
+    ],
+)
+def test_an_export_in_python_refuses_what_generate_refuses_by_its_sentences(
+    byte_model, byte_loaded, name, value, message
+):
+    given = {"prompts": ["a", "b"], "max_new_tokens": 1, name: value}
+    with pytest.raises(ValueError, match=message) as raised:
+        byte_loaded.generate(**given)
+    if name not in ("prompts", "stop"):
+        del given["prompts"]
+        with pytest.raises(ValueError, match=re.escape(str(raised.value))):
+            byte_model.generate([[97], [98]], **given, jit_compile=False)
+
+
+def test_an_export_in_python_takes_texts_and_settings_of_every_type(byte_loaded):
+    right = byte_loaded.generate(["ab", "c"], [2, 3], temperature=1.0, seed=[1, 2])
+    texts = (
+        [b"ab", np.str_("c")],
+        ("ab", b"c"),
+        np.array(["ab", "c"]),
+        np.array([b"ab", b"c"]),
+        np.array(["ab", "c"], object),
+        tf.constant(["ab", "c"]),
+        iter(["ab", "c"]),
+    )
+    counts = (np.array([2, 3]), tf.constant([2, 3], tf.int64), (2, 3), range(2, 4))
+    for index, prompts in enumerate(texts):
+        count = counts[index % len(counts)]
+        seed = np.array([1, 2], "uint8")
+        given = {"temperature": np.float16(1), "seed": seed, "stop": (None, "", [None, b""])[index % 3]}
+        outputs = byte_loaded.generate(prompts, count, **given)
+        assert outputs["text"].tolist() == right["text"].tolist()
+    assert byte_loaded.score(b"abc")["loss"] == byte_loaded.score(["abc"])["loss"]
+    for call in (byte_loaded.score, byte_loaded.attention):
+        for wrong in ([], None, 5, [["a"]], ["a", None]):
+            with pytest.raises(ValueError, match=r"texts must be"):
+                call(wrong)
+
+
+def test_the_signatures_of_single_steps_judge_widths_and_positions(byte_loaded):
+    draw = {name: x for name, x in settings(1).items() if name != "max_new_tokens"}
+    sample = byte_loaded.signatures["sample"]
+    for width in (0, 5, 257):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=rf"256 tokens. Received: {width}\."):
+            sample(logits=tf.zeros((1, width)), position=tf.constant([1]), **draw)
+    for position in (-1, 24):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=rf"0 to 23\. Received: {position}\."):
+            sample(logits=tf.zeros((1, 256)), position=tf.constant([position]), **draw)
+    for length in (-1, 3):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=rf"0 to 2\. Received: {length}\."):
+            byte_loaded.signatures["detokenize"](
+                token_ids=tf.constant([[97, 98]]), length=tf.constant([length])
+            )
+    outputs = byte_loaded.signatures["score"](text=tf.constant([], tf.string))
+    assert outputs["token_ids"].shape == outputs["logprobs"].shape == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -967,10 +1063,24 @@ def test_the_warm_up_names_plain_signatures_only(lesson_path):
     records = list(
         tf.data.TFRecordDataset(str(lesson_path / "assets.extra" / "tf_serving_warmup_requests"))
     )
-    assert len(records) >= 4
-    for record in records:
-        assert b"generate_xla" not in record.numpy()
-    assert b"serving_default" in records[0].numpy()
+    names = [
+        name
+        for name in TABLE
+        if any(b"\x1a" + bytes([len(name)]) + name.encode() in r.numpy() for r in records)
+    ]
+    assert set(names) == set(TABLE) - {"generate_xla"}
+    assert len(records) == len(names)
+    card = json.loads((lesson_path / "model_card.json").read_text())
+    assert [answer["signature"] for answer in card["answers"]].count("step") == 1
+
+
+def test_a_cache_is_left_out_of_the_card_and_of_the_warm_up(tmp_path):
+    model = gpt(256, sequence_length=256, hidden_dim=64, num_heads=1, num_layers=1)
+    model.build((None, 256))
+    folder = export_saved_model(model, ByteTokenizer(), tmp_path)
+    # The cache of one request alone is 262,144 bytes.
+    assert (folder / "model_card.json").stat().st_size < 60_000
+    assert (folder / "assets.extra" / "tf_serving_warmup_requests").stat().st_size < 20_000
 
 
 def random_requests(count, seed):

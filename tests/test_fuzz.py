@@ -25,7 +25,7 @@ from keras_tinyattn import (
 
 V, S = 256, 12
 PACKAGE = pathlib.Path(keras_tinyattn.__file__).parent
-SENTENCE = re.compile(r"Expected .*Received: .*\.", re.DOTALL)
+SENTENCE = re.compile(r"Expected .*Received( also)?: .*\.", re.DOTALL)
 SETTINGS = [setting.name for setting in sampling.SETTINGS]
 
 # What a caller may pass for anything: of a wrong type, rank, number of rows or size.
@@ -292,7 +292,7 @@ def test_a_tensor_of_another_rank_is_refused_and_named(server, name):
 
 def test_some_odd_arguments_are_answered_or_refused_with_a_sentence(model, loaded):
     answered, refused = check_python(model, loaded, 330, seed=1)
-    assert answered > 30
+    assert answered > 15
     assert refused > 100
 
 

@@ -1,6 +1,8 @@
 """Tokenizers: ids worked out by hand, round trips, Python against graph, files."""
 
+import copy
 import json
+import pickle
 import unicodedata
 
 import numpy as np
@@ -87,17 +89,20 @@ def test_every_id_can_be_decoded(char_tokenizer):
     assert ByteTokenizer().decode([97, 0xC3]) == "a\ufffd"
 
 
-@pytest.mark.parametrize("index", [-1, 256, 2**32 + 97])
+@pytest.mark.parametrize("index", [-1, 256, 2**32 + 97, 2**63, -(2**64)])
 def test_an_id_outside_the_vocabulary_is_named_and_never_wrapped(index):
     with pytest.raises(ValueError, match=rf"Expected ids from 0 to 255\. Received: {index}\."):
         ByteTokenizer().decode([97] * 20 + [index])
 
 
 def test_only_a_list_of_integers_is_decoded():
-    with pytest.raises(ValueError, match=r"Expected a list of integers.*a list of type float64"):
+    with pytest.raises(ValueError, match=r"Expected a list of integers\. Received: \[97\.5\]"):
         ByteTokenizer().decode([97.5])
-    with pytest.raises(ValueError, match=r"Received: rank 2 of type int64.*call detokenize"):
+    with pytest.raises(ValueError, match=r"Received: \[\[97\], \[98\]\]\. .*call detokenize"):
         ByteTokenizer().decode([[97], [98]])
+    for wrong in ([[97], [98, 99]], None, "a", 97, [True], ["a"], {97}):
+        with pytest.raises(ValueError, match="Expected a list of integers"):
+            ByteTokenizer().decode(wrong)
 
 
 @pytest.mark.parametrize("text", [b"bytes", ["The"], None])
@@ -108,7 +113,7 @@ def test_only_a_string_is_encoded(text):
 
 def test_an_unknown_character_is_an_error_that_names_it_in_python_and_in_a_graph():
     tokenizer = CharTokenizer("abc")
-    message = r"Expected characters among its 3: a, b, c\. Received also: x, é\. "
+    message = r"Expected characters among its 3: 'a', 'b', 'c'\. Received also: x, é\. "
     with pytest.raises(ValueError, match=message):
         tokenizer.encode("axéxb")
     with pytest.raises(tf.errors.InvalidArgumentError, match="Received also: x"):
@@ -195,3 +200,99 @@ def test_the_tables_go_into_an_export(tmp_path):
     )
     np.testing.assert_array_equal(token_ids, [[2, 0, 1], [1, 0, 0]])
     np.testing.assert_array_equal(lengths, [3, 1])
+
+
+def all_kinds():
+    words = WordTokenizer.from_text("the cat sat on the mat")
+    return [ByteTokenizer(), CharTokenizer.from_text("the cat sat on the mat"), words]
+
+
+@pytest.mark.parametrize("tokenizer", all_kinds(), ids=lambda tokenizer: type(tokenizer).__name__)
+def test_a_copy_a_pickle_and_another_process_have_the_same_tokenizer(tokenizer):
+    ids = tokenizer.encode("cat on the mat")
+    for again in (
+        copy.copy(tokenizer),
+        copy.deepcopy(tokenizer),
+        pickle.loads(pickle.dumps(tokenizer)),
+    ):
+        assert again.get_config() == tokenizer.get_config()
+        assert again.encode("cat on the mat") == ids
+        assert again.decode(ids) == "cat on the mat"
+    # What a spawned process is sent is the pickle; it must not hold the state of this one.
+    assert b"tensorflow" not in pickle.dumps(tokenizer)
+
+
+@pytest.mark.parametrize("tokenizer", all_kinds(), ids=lambda tokenizer: type(tokenizer).__name__)
+def test_texts_of_any_shape_get_ids_of_that_shape_and_come_back(tokenizer):
+    texts = np.array([["the cat", "sat"], ["on", "the mat"], ["cat", "the"]], object)
+    flat, flat_lengths = tokenizer.tokenize(texts.ravel())
+    for shape in ((6,), (3, 2), (6, 1), (1, 6, 1), (3, 0)):
+        given = texts.reshape(shape) if 0 not in shape else np.zeros(shape, object)
+        for read in (tokenizer.tokenize, tf.function(tokenizer.tokenize)):
+            token_ids, lengths = read(tf.constant(given, tf.string))
+            assert lengths.shape == shape
+            assert token_ids.shape[:-1] == shape
+            if 0 not in shape:
+                np.testing.assert_array_equal(tf.reshape(token_ids, flat.shape), flat)
+                np.testing.assert_array_equal(tf.reshape(lengths, (-1,)), flat_lengths)
+            back = tokenizer.detokenize(token_ids, lengths).numpy()
+            assert [text.decode() for text in back.ravel()] == given.ravel().tolist()
+    token_ids, length = tokenizer.tokenize("the cat")
+    assert length.shape == ()
+    assert token_ids.numpy().tolist() == tokenizer.encode("the cat")
+    assert tokenizer.detokenize(token_ids, length).numpy() == b"the cat"
+
+
+@pytest.mark.parametrize("tokenizer", all_kinds(), ids=lambda tokenizer: type(tokenizer).__name__)
+def test_a_dataset_maps_a_tokenizer_over_single_texts(tokenizer):
+    texts = ["the cat", "sat", "on the mat"]
+    dataset = tf.data.Dataset.from_tensor_slices(texts).map(tokenizer.tokenize)
+    assert [ids.numpy().tolist() for ids, _ in dataset] == [tokenizer.encode(text) for text in texts]
+    batches = dataset.map(lambda ids, length: ids).padded_batch(3, padding_values=tokenizer.pad_id)
+    assert next(iter(batches)).shape[0] == 3
+
+
+@pytest.mark.parametrize("tokenizer", all_kinds(), ids=lambda tokenizer: type(tokenizer).__name__)
+def test_half_a_surrogate_pair_is_refused_with_its_place(tokenizer):
+    for call in (tokenizer.encode, tokenizer.tokenize):
+        with pytest.raises(ValueError, match=r"surrogate pair\. Received: '\\ud83d' at index 3"):
+            call("cat\ud83d")
+
+
+@pytest.mark.parametrize("wrong", [None, 1, ["a", 1], [["a"], "b"], tf.constant([1]), {"a": "b"}])
+def test_only_texts_are_tokenized(wrong):
+    with pytest.raises(ValueError, match=r"texts must be text\. Expected a string, or bytes"):
+        ByteTokenizer().tokenize(wrong)
+
+
+def test_what_is_no_ids_or_lengths_of_them_is_not_detokenized():
+    tokenizer = ByteTokenizer()
+    with pytest.raises(ValueError, match=r"token_ids are integers\. .*Received: \[\[1\.5\]\]"):
+        tokenizer.detokenize([[1.5]], [1])
+    with pytest.raises(ValueError, match=r"lengths are integers\. .*Received: None"):
+        tokenizer.detokenize([[1]], None)
+    with pytest.raises(ValueError, match=r"Expected 0 to 2\. Received: 2, 3, -1\."):
+        tokenizer.detokenize([[97, 98]] * 3, [2, 3, -1])
+    for ids, lengths in (([[97]], [1, 1]), ([97], [1]), (97, 1), ([[97]], 1)):
+        with pytest.raises(ValueError, match=r"Each row of token ids has a length\. Expected"):
+            tokenizer.detokenize(ids, lengths)
+    with pytest.raises(ValueError, match=r"ids from 0 to 255\. Received: 9223372036854775808\."):
+        tokenizer.detokenize([[2**63]], [1])
+
+
+def test_a_long_vocabulary_is_cut_in_a_message():
+    tokenizer = CharTokenizer([chr(index) for index in range(300, 900)])
+    with pytest.raises(ValueError, match="among its 600: ") as raised:
+        tokenizer.encode("a")
+    assert len(str(raised.value)) < 400
+
+
+def test_a_file_with_a_byte_order_mark_is_read_and_one_that_is_not_utf8_is_refused(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    CharTokenizer("abc").save(path)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert load_tokenizer(path).encode("cab") == [2, 0, 1]
+    for bad in (path.read_bytes().replace(b"a", b"\xff"), b"[" * 100_000, b'{"class": 1}'):
+        path.write_bytes(bad)
+        with pytest.raises(ValueError, match="The file holds no tokenizer"):
+            load_tokenizer(path)

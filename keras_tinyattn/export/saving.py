@@ -9,7 +9,7 @@ import tempfile
 import numpy as np
 import tensorflow as tf
 
-from keras_tinyattn._boundary import check_names, os_errors, per_row, plain, value_errors
+from keras_tinyattn._boundary import check_names, os_errors, per_row, plain, shown, value_errors
 from keras_tinyattn._paths import damaged, local_path, no_export, version_folder, versions_of
 from keras_tinyattn.export import card
 from keras_tinyattn.export.signatures import Signatures
@@ -124,7 +124,7 @@ class LoadedModel:
             TypeError: if there is no setting of a name.
             ValueError: if a text or a setting is refused.
         """
-        texts = as_texts("prompts", prompts)
+        texts = _batch("prompts", prompts)
         rows = len(texts)
         # An export takes the settings that it was made with.
         inputs = self.signatures["generate"].structured_input_signature[1]
@@ -144,11 +144,11 @@ class LoadedModel:
 
     def score(self, texts):
         """Log-probabilities and loss of a text or a list of texts: the signature `score`."""
-        return self._call("score", text=as_texts("texts", texts))
+        return self._call("score", text=_batch("texts", texts))
 
     def attention(self, texts):
         """The weights of each layer and head for one or more texts: the signature `attention`."""
-        return self._call("attention", text=as_texts("texts", texts))
+        return self._call("attention", text=_batch("texts", texts))
 
     def _call(self, signature, **inputs):
         with value_errors():
@@ -158,12 +158,23 @@ class LoadedModel:
         return {name: value.numpy() for name, value in outputs.items()}
 
 
+def _batch(name, texts):
+    """One or more texts as `(B,)` strings."""
+    given = as_texts(name, texts)
+    if given.shape.rank > 1 or given.shape == (0,):
+        raise ValueError(
+            f"{name} must be one text, or a list of at least one. Expected a string or a list of them. "
+            f"Received: {shown(texts)}."
+        )
+    return tf.reshape(given, (-1,))
+
+
 def _stop_texts(stop, rows):
     """The stop of each row as bytes, from one for all or a list with one per row."""
     stop = plain(stop)
     stops = list(stop) if isinstance(stop, list) or np.ndim(stop) else [stop] * rows
     require_stops(stops, rows)
-    return as_texts("stop", [b"" if part is None else part for part in stops])
+    return _batch("stop", [b"" if part is None else part for part in stops])
 
 
 def _what_is_damaged(folder, error):

@@ -10,7 +10,7 @@ import types
 import tensorflow as tf
 
 from keras_tinyattn import sampling
-from keras_tinyattn._boundary import require, require_inputs
+from keras_tinyattn._boundary import chosen, require, require_inputs
 from keras_tinyattn.export import stepwise
 from keras_tinyattn.generation.graphs import read_parameters, window_graph
 from keras_tinyattn.generation.loop import request_graph
@@ -193,17 +193,7 @@ class Signatures(tf.Module):
 
     def detokenize(self, token_ids, length):
         """Ids as texts; the bytes need not be valid UTF-8."""
-        width = tf.shape(token_ids)[1]
-        checks = require(
-            tf.reduce_all((length >= 0) & (length <= width)),
-            "A length is outside token_ids. Expected 0 to ",
-            width,
-            ". Received: ",
-            length,
-            ". Give as many ids as the text is long.",
-        )
-        with tf.control_dependencies(checks):
-            texts = self._shared.detokenize(tf.identity(token_ids), length)
+        texts = self._shared.detokenize(token_ids, length)
         return {"text": _valid_utf8(texts), "text_bytes": texts}
 
     def _read_window(self, token_ids, attention_scores=False):
@@ -222,15 +212,31 @@ class Signatures(tf.Module):
         end_id = self.tokenizer.end_id
         own = tf.reshape(tf.constant([-1 if end_id is None else end_id]), (1, 1))
         default = stop == ""
-        length = tf.where(default, 0 if end_id is None else 1, length)
-        with tf.control_dependencies(
-            require(
-                tf.reduce_all(length <= width),
-                f"A stop is too long. Expected at most {width} tokens. Received: ",
-                length,
-                " tokens. Stop at a shorter text.",
+        nothing = ~default & (length == 0)
+        checks = require(
+            ~tf.reduce_any(nothing),
+            "A stop holds no token. Expected a text with at least one, or an empty text for the "
+            "tokenizer's own end. Received: '",
+            chosen(stop, nothing),
+            "'. White space separates words and is none.",
+        )
+        if self.tokenizer.unknown_id is not None:
+            unknown = tf.reduce_any(ids == self.tokenizer.unknown_id, axis=1)
+            checks += require(
+                ~tf.reduce_any(unknown),
+                "A stop holds a word outside the vocabulary. Expected words that the model can write. "
+                "Received: ",
+                chosen(stop, unknown),
+                ". The text would end at any unknown word.",
             )
-        ):
+        length = tf.where(default, 0 if end_id is None else 1, length)
+        checks += require(
+            tf.reduce_all(length <= width),
+            f"A stop is too long. Expected at most {width} tokens. Received: ",
+            length,
+            " tokens. Stop at a shorter text.",
+        )
+        with tf.control_dependencies(checks):
             ids = tf.pad(ids, ((0, 0), (0, width)))
         ids = tf.where(default[:, None], own, ids)
         place = tf.range(width)[None, :] - (width - length[:, None])

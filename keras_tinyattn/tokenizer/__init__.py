@@ -22,6 +22,15 @@ __all__ = ["ByteTokenizer", "CharTokenizer", "WordTokenizer", "load_tokenizer"]
 # What the `class` in a tokenizer's file may be.
 _CLASSES = {cls.__name__: cls for cls in (ByteTokenizer, CharTokenizer, WordTokenizer)}
 
+_NO_TOKENIZER = (
+    AttributeError,
+    KeyError,
+    TypeError,
+    RecursionError,
+    UnicodeDecodeError,
+    json.JSONDecodeError,
+)
+
 
 def load_tokenizer(path):
     """The tokenizer that `save` wrote to a JSON file.
@@ -29,11 +38,11 @@ def load_tokenizer(path):
     Raises:
         ValueError: if the file holds no tokenizer.
     """
-    text = local_path(path).read_text(encoding="utf-8")
+    data = local_path(path).read_bytes()
     try:
-        config = json.loads(text)
+        config = json.loads(data.decode("utf-8-sig"))
         return _CLASSES[config.pop("class")](**config)
-    except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
+    except _NO_TOKENIZER as error:
         raise ValueError(
             "The file holds no tokenizer. Expected JSON with a `class` among "
             f"{', '.join(_CLASSES)}. Received: {path}. Give a file that a tokenizer's save wrote."

@@ -1,18 +1,19 @@
 """What all tokenizers share."""
 
+import functools
 import json
 
 import numpy as np
 import tensorflow as tf
 
-from keras_tinyattn._boundary import chosen, plain, require, shown
+from keras_tinyattn._boundary import as_numbers, chosen, plain, require, shown
 from keras_tinyattn._paths import local_path
 
 
 class Tokenizer(tf.Module):
     """A table of pieces of text; a `tf.Module`, so that an export tracks what it looks up.
 
-    A subclass defines `tokenize` and `get_config`.
+    A subclass defines `_tokenize` and `get_config`.
 
     Args:
         pieces: list of strings or bytes; the index of each is its id.
@@ -21,9 +22,11 @@ class Tokenizer(tf.Module):
         vocabulary_size: V.
         pad_id: the id that pads a row to the length of the longest.
         end_id: the id that ends a text, or None.
+        unknown_id: the id of all that the vocabulary does not hold, or None where that is an error.
     """
 
     end_id = None
+    unknown_id = None
     pad_id = 0
     # Between two pieces of a text.
     _separator = ""
@@ -37,17 +40,17 @@ class Tokenizer(tf.Module):
         """Token ids of one text, a list of integers.
 
         Raises:
-            ValueError: if the text is not a string, or holds something outside the vocabulary; the
-                message names it.
+            ValueError: if the text is not a string, is not valid Unicode, or holds something that the
+                vocabulary does not; the message names it.
         """
         if not isinstance(text, str):
             raise ValueError(
                 "encode reads one text. Expected a string. "
-                f"Received: {text!r}, of type {type(text).__name__}. "
+                f"Received: {shown(text)}, of type {type(text).__name__}. "
                 "Decode bytes first; for a batch, call tokenize."
             )
-        token_ids, lengths = self.tokenize(tf.constant([text]))
-        return token_ids[0, : lengths[0]].numpy().tolist()
+        token_ids, _ = self.tokenize(text)
+        return token_ids.numpy().tolist()
 
     def decode(self, token_ids):
         """The text of a list of token ids, as a string; bytes that are not UTF-8 become U+FFFD.
@@ -55,55 +58,120 @@ class Tokenizer(tf.Module):
         Raises:
             ValueError: if they are not a list of integers, or one is not in [0, V).
         """
-        ids = np.asarray(token_ids)
-        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        ids = as_numbers(token_ids)
+        if np.shape(ids) == (0,):
+            return ""
+        if np.ndim(ids) != 1:
             raise ValueError(
                 "decode writes one text. Expected a list of integers. "
-                f"Received: {'a list' if ids.ndim == 1 else f'rank {ids.ndim}'} of type {ids.dtype}. "
-                "Pass one row of ids; for a batch, call detokenize."
+                f"Received: {shown(token_ids)}. Pass one row of ids; for a batch, call detokenize."
             )
-        # In 64 bits, so that an id beyond 32 is named in the error instead of wrapping around.
-        texts = self.detokenize(tf.constant(ids[None], tf.int64), tf.constant([len(ids)], tf.int64))
-        return texts[0].numpy().decode(errors="replace")
+        return self.detokenize(ids, len(ids)).numpy().decode(errors="replace")
 
     def tokenize(self, texts):
-        """Token ids of a batch of texts.
+        """Token ids of texts.
 
         Args:
-            texts: `(B,)` strings.
+            texts: strings of any shape `(...)`, such as `(B,)` for a batch or `()` for a single one; a
+                tensor, or what Python and NumPy have for it.
 
         Returns:
-            `(B, T)` int32 ids, padded with `pad_id`, and `(B,)` int32 lengths.
+            `(..., T)` int32 ids, padded with `pad_id` to the longest, and `(...)` int32 lengths.
+
+        Raises:
+            ValueError: if something is no text, or holds something outside the vocabulary.
         """
+        texts = as_texts("texts", texts)
+        if texts.shape.rank == 1:
+            return self._tokenize(texts)
+        token_ids, lengths = self._tokenize(tf.reshape(texts, (-1,)))
+        shape = tf.shape(texts)
+        width = tf.shape(token_ids)[1:]
+        # The static shape is lost by an unknown rank alone.
+        token_ids = tf.reshape(token_ids, tf.concat([shape, width], axis=0))
+        return tf.ensure_shape(token_ids, texts.shape.concatenate([None])), tf.reshape(lengths, shape)
+
+    def _tokenize(self, texts):
+        """`tokenize` for `(B,)` strings."""
         raise NotImplementedError
 
     def detokenize(self, token_ids, lengths):
-        """The texts of a batch of token ids.
+        """The texts of token ids.
 
         Args:
-            token_ids: `(B, T)` integers.
-            lengths: `(B,)` integers, how many ids of each row count.
+            token_ids: `(..., T)` integers.
+            lengths: `(...)` integers, how many ids of each row count.
 
         Returns:
-            `(B,)` strings: the bytes of the pieces, which need not be valid UTF-8.
+            `(...)` strings: the bytes of the pieces, which need not be valid UTF-8.
+
+        Raises:
+            ValueError: if they are not integers of these shapes, an id is outside the vocabulary, or a
+                length is outside its row.
         """
-        real = tf.sequence_mask(lengths, tf.shape(token_ids)[1])
-        invalid = real & ((token_ids < 0) | (token_ids >= self.vocabulary_size))
-        message = (
-            f"A token id is outside the vocabulary. Expected ids from 0 to {self.vocabulary_size - 1}. "
-            "Received: ",
-            chosen(token_ids, invalid),
-            ".",
+        token_ids, lengths = self._as_ids(token_ids), self._as_ids(lengths, "lengths")
+        if not lengths.shape.concatenate([None]).is_compatible_with(token_ids.shape):
+            raise ValueError(
+                "Each row of token ids has a length. Expected token_ids (..., T) and lengths (...). "
+                f"Received: {token_ids.shape} and {lengths.shape}. Give one length for each row."
+            )
+        if token_ids.shape.rank == 2:
+            return self._detokenize(token_ids, lengths)
+        flat = tf.reshape(token_ids, (tf.size(lengths), tf.shape(token_ids)[-1]))
+        texts = self._detokenize(flat, tf.reshape(lengths, (-1,)))
+        return tf.reshape(texts, tf.shape(lengths))
+
+    def _detokenize(self, token_ids, lengths):
+        """`detokenize` for `(B, T)` ids."""
+        width = tf.cast(tf.shape(token_ids)[1], lengths.dtype)
+        checks = require(
+            tf.reduce_all((lengths >= 0) & (lengths <= width)),
+            "A length is outside its row of token ids. Expected 0 to ",
+            width,
+            ". Received: ",
+            lengths,
+            ". Give as many ids as the text is long.",
         )
-        with tf.control_dependencies(require(~tf.reduce_any(invalid), *message)):
+        with tf.control_dependencies(checks):
+            real = tf.sequence_mask(lengths, width)
+        invalid = real & ((token_ids < 0) | (token_ids >= self.vocabulary_size))
+        foreign = chosen(token_ids, invalid)
+        with tf.control_dependencies(require(tf.size(foreign) == 0, *self._foreign_id(foreign))):
             pieces = tf.gather(self._pieces, tf.where(real, token_ids, 0))
         if self._separator:
             pieces = tf.concat([pieces[:, :1], self._separator + pieces[:, 1:]], axis=1)
         return tf.strings.reduce_join(tf.where(real, pieces, ""), axis=-1)
 
+    def _as_ids(self, values, name="token_ids"):
+        """Integers as a tensor; those beyond 64 bits are outside every vocabulary."""
+        if isinstance(values, tf.Tensor) and values.dtype.is_integer:
+            return values
+        array = as_numbers(values)
+        if array is None:
+            raise ValueError(
+                f"{name} are integers. Expected an array of them, (..., T) ids and (...) lengths. "
+                f"Received: {shown(values)}. Pad rows to one length."
+            )
+        large = [number for number in array.ravel().tolist() if not -(2**63) <= number < 2**63]
+        require(not large, *self._foreign_id(shown(large)[1:-1]))
+        return tf.constant(array.astype(np.int64))
+
+    def _foreign_id(self, ids):
+        """The sentence about ids outside the vocabulary, in the parts that `require` takes."""
+        last = self.vocabulary_size - 1
+        return (
+            f"A token id is outside the vocabulary. Expected ids from 0 to {last}. Received: ",
+            ids,
+            ".",
+        )
+
     def get_config(self):
         """The arguments that make this tokenizer again, a dictionary for JSON."""
         raise NotImplementedError
+
+    def __reduce__(self):
+        # Made again from its arguments where it is copied, or sent to another process.
+        return functools.partial(type(self), **self.get_config()), ()
 
     def save(self, path):
         """Write the tokenizer as JSON; `load_tokenizer` reads it back."""
@@ -124,8 +192,6 @@ class VocabularyTokenizer(Tokenizer):
         ValueError: if they are not distinct, or there are none.
     """
 
-    unknown_id = None
-
     def __init__(self, vocabulary, name=None):
         seen = set()
         repeated = [entry for entry in vocabulary if entry in seen or seen.add(entry)]
@@ -142,7 +208,7 @@ class VocabularyTokenizer(Tokenizer):
             default_value=-1,
         )
 
-    def tokenize(self, texts):
+    def _tokenize(self, texts):
         pieces = self._split(texts)
         ids = self._ids.lookup(pieces.flat_values)
         with tf.control_dependencies(self._require_known(pieces.flat_values, ids)):
@@ -154,11 +220,10 @@ class VocabularyTokenizer(Tokenizer):
         if self.unknown_id is not None:
             return []
         unknown, _ = tf.unique(chosen(pieces, ids < 0))
-        shown = ", ".join(self.vocabulary[:40]) + (", ..." if len(self.vocabulary) > 40 else "")
         return require(
             tf.size(unknown) == 0,
             f"The vocabulary does not hold everything in the text. Expected {self._kind} among its "
-            f"{self.vocabulary_size}: {shown}. Received also: ",
+            f"{self.vocabulary_size}: {shown(list(self.vocabulary))[1:-1]}. Received also: ",
             unknown,
             ". Leave them out, or use a tokenizer that knows them.",
         )
@@ -182,29 +247,23 @@ def as_text(value):
 
 
 def as_texts(name, value):
-    """Texts, one or a list or array of them, as `(B,)` strings, a NumPy array of bytes.
+    """Texts of any shape as a string tensor.
 
     Args:
         name: what the message calls them.
         value: strings or bytes, of any type that holds them.
 
     Raises:
-        ValueError: if something is no text, or not valid Unicode, or there is none.
+        ValueError: if something is no text, or not valid Unicode.
     """
-    value = plain(value)
-    value = value.tolist() if isinstance(value, np.ndarray) else value
-    values = value if isinstance(value, list) else [value]
-    # A string of NumPy is an array by now.
-    values = [part.tolist() if isinstance(part, np.ndarray) else part for part in values]
-    texts = np.array([as_text(part) for part in values], object)
-    if None in texts.tolist():
+    if isinstance(value, tf.Tensor) and value.dtype == tf.string:
+        return value
+    # As objects, since NumPy's own strings lose null characters at their end.
+    array = np.asarray(plain(value), object)
+    texts = [as_text(part) for part in array.flat]
+    if None in texts:
         raise ValueError(
-            f"{name} must be text. Expected a string, or bytes of UTF-8, or a list of them. "
+            f"{name} must be text. Expected a string, or bytes of UTF-8, or an array of them. "
             f"Received: {shown(value)}. Decode token ids first."
         )
-    if not values:
-        raise ValueError(
-            f"There is nothing to read. Expected at least one text in {name}. "
-            "Received: an empty batch. Give a list of texts."
-        )
-    return texts
+    return tf.reshape(tf.constant(texts, tf.string), array.shape)

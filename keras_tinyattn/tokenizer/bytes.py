@@ -23,7 +23,7 @@ class ByteTokenizer(Tokenizer):
     def get_config(self):
         return {}
 
-    def tokenize(self, texts):
+    def _tokenize(self, texts):
         lengths = tf.strings.length(texts)
         width = tf.reduce_max(tf.concat([lengths, [0]], 0))
         # `decode_raw` needs a positive width, and pads with zeros, which is `pad_id`.
