@@ -34,15 +34,18 @@ def verify(options):
         return 2
     table = Table("check", "seen", "", title=f"Export {options.path}")
     for check in checks:
-        table.add_row(check.name, check.seen, "ok" if check.passed else "FAILED")
+        verdict = {True: "ok", False: "FAILED", None: "not checked"}[check.passed]
+        table.add_row(check.name, check.seen, verdict)
     console = Console(highlight=False)
     console.print(table)
-    failed = [check.name for check in checks if not check.passed]
-    console.print(
-        f"{len(failed)} of {len(checks)} checks failed: {', '.join(failed)}."
-        if failed
-        else f"All {len(checks)} checks passed."
-    )
+    failed = [check.name for check in checks if check.passed is False]
+    left = [check.name for check in checks if check.passed is None]
+    if failed:
+        console.print(f"{len(failed)} of {len(checks)} checks failed: {', '.join(failed)}.")
+    elif not left:
+        console.print(f"All {len(checks)} checks passed.")
+    if left:
+        console.print(f"{len(left)} of {len(checks)} could not be checked: {', '.join(left)}.")
     return 1 if failed else 0
 
 

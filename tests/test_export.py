@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import json
+import os
 import pathlib
 import re
 import shutil
@@ -20,6 +21,7 @@ from keras_tinyattn import (
     ByteTokenizer,
     CausalLM,
     CharTokenizer,
+    Check,
     DecoderBlock,
     TokenAndPositionEmbedding,
     VocabProjection,
@@ -1014,6 +1016,132 @@ def test_verify_without_a_card_or_an_export_is_bad_input(lesson_path, tmp_path, 
     (tmp_path / "1" / "model_card.json").unlink()
     with pytest.raises(ValueError, match=r"Expected model_card\.json"):
         verify_saved_model(tmp_path)
+
+
+def changed_card(folder, tmp_path, **changes):
+    """A copy of an export with another card."""
+    copy = shutil.copytree(folder, tmp_path / "1")
+    card = json.loads((copy / "model_card.json").read_text(encoding="utf-8")) | changes
+    (copy / "model_card.json").write_text(json.dumps(card), encoding="utf-8")
+    return copy
+
+
+def test_a_card_that_was_emptied_fails(lesson_path, tmp_path):
+    folder = changed_card(lesson_path, tmp_path, answers=[], sha256={})
+    (tmp_path / "1" / "assets" / "more.txt").write_text("more")
+    rows = {label: (seen, passed) for label, seen, passed in _check_alone.main(folder, "xla")}
+    seen, passed = rows["files"]
+    assert not passed
+    assert seen.startswith("0 of ")
+    assert "saved_model.pb" in seen
+    assert "assets/more.txt" in seen
+    seen, passed = rows["answers"]
+    assert not passed
+    assert set(seen.removeprefix("none of ").split(", ")) == set(TABLE) - {"generate_xla"}
+    outputs = {"loss": tf.constant([1.0]), "cache": tf.zeros(2000)}
+    assert not _check_alone.compare("score", outputs, {})[2]
+    assert _check_alone.compare("score", outputs, {"loss": {"dtype": "float32", "value": [1]}})[2]
+
+
+@pytest.mark.parametrize("name", ["../outside.txt", "assets/../../outside.txt", "{absolute}"])
+def test_a_name_in_a_card_that_leaves_the_folder_is_not_followed(lesson_path, tmp_path, name):
+    outside = tmp_path / "outside.txt"
+    outside.write_text("secret")
+    name = name.format(absolute=outside)
+    digest = hashlib.sha256(b"secret").hexdigest()
+    card = json.loads((lesson_path / "model_card.json").read_text(encoding="utf-8"))
+    folder = changed_card(lesson_path, tmp_path, sha256=card["sha256"] | {name: digest})
+    card = json.loads((folder / "model_card.json").read_text(encoding="utf-8"))
+    _, seen, passed = _check_alone.check_files(folder, card)
+    assert not passed
+    assert seen.endswith(f"; not {name}")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "null",
+        "[]",
+        "{}",
+        "[" * 100_000,
+        '{"sha256": [], "answers": []}',
+        '{"sha256": {"a": 1}, "answers": []}',
+        '{"sha256": {}, "answers": {}, "precision": 1}',
+        '{"sha256": {}, "answers": [1]}',
+        '{"sha256": {}, "answers": [{"signature": 1, "inputs": {}, "outputs": {}}]}',
+        '{"sha256": {}, "answers": [{"signature": "score", "inputs": [], "outputs": {}}]}',
+        '{"sha256": {}, "answers": [{"signature": "score", "inputs": {"text": 1}, "outputs": {}}]}',
+        '{"sha256": {}, "answers": [], "precision": {"compute_dtypes": [1]}}',
+        b"\xff",
+    ],
+    ids=range(14),
+)
+def test_a_damaged_card_is_a_sentence(lesson_path, tmp_path, text):
+    folder = shutil.copytree(lesson_path, tmp_path / "1")
+    (folder / "model_card.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match="The card of the export is damaged. Expected"):
+        verify_saved_model(tmp_path)
+
+
+def test_an_answer_that_cannot_be_read_is_a_failed_row(lesson_path, tmp_path):
+    answers = [
+        {"signature": name, "inputs": {"text": {"dtype": dtype, "value": value}}, "outputs": {}}
+        for name, dtype, value in (
+            ("score", "string", [1]),
+            ("attention", "no type", [1]),
+            ("tokenize", "int32", [10**400]),
+            ("generate_ids", "string", ["a"]),
+            ("no signature", "string", ["a"]),
+        )
+    ]
+    folder = changed_card(lesson_path, tmp_path, answers=answers)
+    rows = {label: passed for label, _, passed in _check_alone.main(folder, "xla")}
+    assert not any(rows[answer["signature"]] for answer in answers)
+
+
+def test_where_xla_cannot_be_switched_off_that_check_is_left_open(
+    lesson_path, tmp_path, monkeypatch, capsys
+):
+    class NoSwitch:
+        def __init__(self, path):
+            pass
+
+    monkeypatch.setattr(_check_alone.ctypes, "CDLL", NoSwitch)
+    [row] = _check_alone.main(lesson_path, "no-xla")
+    assert row[0] == "XLA disabled"
+    assert row[2] is None
+    rows = [Check("files", "all", True), Check(*row)]
+    monkeypatch.setattr("keras_tinyattn.export.verify_saved_model", lambda path: rows)
+    assert command(["verify", str(tmp_path)]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "not checked" in printed
+    assert printed.endswith("1 of 2 could not be checked: XLA disabled.")
+
+
+@pytest.mark.parametrize("body", ["exit 3", "kill -9 $$", "echo no TensorFlow >&2; exit 1", "echo [["])
+def test_a_check_that_dies_says_nothing_about_the_export(lesson_path, tmp_path, monkeypatch, body):
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{body}\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(
+        ValueError, match=r"could not be checked, which says nothing about it"
+    ) as raised:
+        verify_saved_model(lesson_path)
+    if "TensorFlow" in body:
+        assert "Received: no TensorFlow." in str(raised.value)
+
+
+@pytest.mark.slow
+def test_verify_finds_a_tensorflow_that_python_is_told_of(lesson_path, tmp_path):
+    # The system's own Python, which has no TensorFlow.
+    places = [str(pathlib.Path(tf.__file__).parents[1]), str(pathlib.Path(__file__).parents[1])]
+    environment = {"PYTHONPATH": os.pathsep.join(places), "PATH": os.environ["PATH"]}
+    command = [sys._base_executable, "-m", "keras_tinyattn", "verify", str(lesson_path)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "checks passed" in ended.stdout
 
 
 @pytest.mark.slow

@@ -1,7 +1,14 @@
 """Check an export in a process of its own that knows TensorFlow alone; prints a JSON report.
 
-python _check_alone.py VERSION_FOLDER xla|no-xla
+python -I _check_alone.py VERSION_FOLDER xla|no-xla PATH...
+
+PATH is where the caller finds its modules, TensorFlow among them.
 """
+
+import sys
+
+if __name__ == "__main__":
+    sys.path[:] = sys.argv[3:]
 
 import ctypes
 import hashlib
@@ -9,7 +16,6 @@ import importlib.util
 import json
 import os
 import pathlib
-import sys
 
 import numpy as np
 import tensorflow as tf
@@ -24,17 +30,30 @@ operations = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(operations)
 
 
-def main(folder, mode):
-    """Run all checks of a mode; a list of rows (check, what was seen, whether it is right)."""
+# Arrays with more entries, such as whole caches, would make the card larger than the model. Where an
+# input is left out, it is what `prefill` answers.
+LARGEST_ARRAY = 1000
+
+
+def main(folder, mode, *_):
+    """Run all checks of a mode; a list of rows (check, what was seen, whether it is right or None)."""
     folder = pathlib.Path(folder)
     card = json.loads((folder / "model_card.json").read_text(encoding="utf-8"))
-    if mode == "no-xla":
-        disable_xla()
-    rows = [check_files(folder, card), *check_operations(folder)] if mode == "xla" else []
-    # Held for life: the signatures alone would not keep the variables.
-    loaded = tf.saved_model.load(str(folder))
-    session = tf.compat.v1.Session(graph=tf.Graph())
-    definitions = tf.compat.v1.saved_model.load(session, ["serve"], str(folder)).signature_def
+    if mode == "no-xla" and not disable_xla():
+        seen = "could not be checked: this TensorFlow has no switch for it"
+        return [["XLA disabled", seen, None]]
+    try:
+        rows = [check_files(folder, card), *check_operations(folder)] if mode == "xla" else []
+        # Held for life: the signatures alone would not keep the variables.
+        loaded = tf.saved_model.load(str(folder))
+        session = tf.compat.v1.Session(graph=tf.Graph())
+        definitions = tf.compat.v1.saved_model.load(session, ["serve"], str(folder)).signature_def
+    except Exception as error:  # Of any type, since any byte may be wrong.
+        return [["load", _reason(error), False]]
+    if mode == "xla":
+        recorded = {answer["signature"] for answer in card["answers"]}
+        missing = sorted(set(loaded.signatures) - recorded - {"generate_xla"})
+        rows.append(["answers", f"none of {', '.join(missing)}" if missing else "of all", not missing])
     suffix = "" if mode == "xla" else ", XLA disabled"
     callers = {
         "": lambda name, inputs: loaded.signatures[name](**inputs),
@@ -42,9 +61,15 @@ def main(folder, mode):
     }
     dtypes = card.get("precision", {}).get("compute_dtypes", [])
     half = {"bfloat16", "float16"} & set(dtypes)
+    prompt = {}
     for answer in card["answers"]:
-        inputs = {key: from_json(part) for key, part in answer["inputs"].items()}
         names = [answer["signature"]]
+        try:
+            inputs = {key: from_json(part) for key, part in answer["inputs"].items()}
+            expected_tokens = first_new_tokens(answer) if names == ["generate_ids"] else {}
+        except Exception as error:
+            rows.append([names[0] + suffix, f"an answer that cannot be read: {_reason(error)}", False])
+            continue
         if mode == "xla" and names == ["generate"]:
             names.append("generate_xla")
         for where, call in callers.items():
@@ -63,27 +88,46 @@ def main(folder, mode):
                 rows.append(row)
             if names == ["generate_ids"]:
                 label = f"prefill, step and sample{where}{suffix}"
-                expected = first_new_tokens(answer)
-                count = len(expected["token_id"]["value"])
-                rows.append(check(label, expected, walk, call, inputs, count, dtypes=dtypes))
+                count = len(expected_tokens["token_id"]["value"])
+                rows.append(check(label, expected_tokens, walk, call, inputs, count, dtypes=dtypes))
     return rows
 
 
 def disable_xla():
-    """As on a stock TensorFlow Serving, which is built without XLA; before any function is called."""
-    library = pathlib.Path(tf.__file__).parent / "libtensorflow_cc.so.2"
-    ctypes.CDLL(str(library))._ZN10tensorflow21DisableXlaCompilationEv()
+    """Whether XLA is off now, as on a stock TensorFlow Serving; before any function is called.
+
+    No Python name reaches the switch. It is tensorflow::DisableXlaCompilation() of whichever of
+    TensorFlow's libraries holds it, under the name that the compiler of Linux and macOS gives it.
+    """
+    folder = pathlib.Path(tf.__file__).parent
+    patterns = (
+        "libtensorflow_cc.*",
+        "libtensorflow_framework.*",
+        "python/_pywrap_tensorflow_internal.*",
+    )
+    for library in (path for pattern in patterns for path in sorted(folder.glob(pattern))):
+        try:
+            switch = ctypes.CDLL(str(library))._ZN10tensorflow21DisableXlaCompilationEv
+        except (OSError, AttributeError):
+            continue
+        switch()
+        return True
+    return False
 
 
 def check_files(folder, card):
-    wrong = [
+    """All files but the card itself, by their hashes; a name that leaves the folder is not followed."""
+    recorded = card["sha256"]
+    present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    present.discard("model_card.json")
+    wrong = sorted(set(recorded) ^ present)
+    wrong += [
         name
-        for name, expected in card["sha256"].items()
-        if not (folder / name).is_file()
-        or hashlib.sha256((folder / name).read_bytes()).hexdigest() != expected
+        for name in sorted(set(recorded) & present)
+        if hashlib.sha256((folder / name).read_bytes()).hexdigest() != recorded[name]
     ]
-    seen = f"{len(card['sha256']) - len(wrong)} of {len(card['sha256'])} as recorded"
-    return ["files", seen + (f"; not {', '.join(wrong)}" if wrong else ""), not wrong]
+    seen = f"{len(present - set(wrong))} of {len(present)} as recorded"
+    return ["files", seen + (f"; not {', '.join(wrong)[:500]}" if wrong else ""), not wrong]
 
 
 def check_operations(folder):
@@ -158,15 +202,15 @@ def check_rounding(label, call, inputs, dtypes):
         prompt = call("tokenize", {"text": inputs["prompt"]})
         seen, expected = follow(call, inputs, prompt, outputs, tolerance(dtypes)[0])
     except Exception as error:
-        return [label, f"{type(error).__name__}: {error}".partition("\n")[0], False]
+        return [label, _reason(error), False]
     label, difference, passed = compare(label, seen, expected, dtypes)
     return [label, f"{difference}, where it goes another way at a near-tie", passed]
 
 
 def follow(call, request, prompt, outputs, rounding):
     """The new tokens and their log-probabilities, as they came and as the plain steps take them."""
-    names = ("temperature", "top_k", "top_p", "min_p", "seed")
-    settings = {name: request[name] for name in names if name in request}
+    others = ("prompt", "max_new_tokens", "stop")
+    settings = {name: value for name, value in request.items() if name not in others}
     ids, first, last = map(np.asarray, (outputs["token_ids"], prompt["length"], outputs["length"]))
     rows, seen, expected = np.arange(len(ids)), [], []
     state = call("prefill", {"prompt_ids": prompt["token_ids"], "prompt_length": first})
@@ -198,11 +242,15 @@ def follow(call, request, prompt, outputs, rounding):
 def check(label, expected, function, *inputs, dtypes=()):
     """Compare what a function returns; an error is a failed row."""
     try:
-        outputs = function(*inputs)
+        return compare(label, function(*inputs), expected, dtypes)
     except Exception as error:
-        reason = str(error).removeprefix("Graph execution error:").strip().partition("\n")[0]
-        return [label, f"{type(error).__name__}: {reason}", False]
-    return compare(label, outputs, expected, dtypes)
+        return [label, _reason(error), False]
+
+
+def _reason(error):
+    """An error on one line."""
+    reason = str(error).removeprefix("Graph execution error:").strip().partition("\n")[0]
+    return f"{type(error).__name__}: {reason}"[:500]
 
 
 def from_json(part):
@@ -222,8 +270,9 @@ def tolerance(dtypes):
 def compare(label, outputs, expected, dtypes=()):
     """Equal strings and integers, and floats as close as rounding in the model's types leaves them."""
     rtol, atol = tolerance(dtypes)
-    # The card leaves out answers of many entries.
-    worst, wrong = 0.0, sorted(set(expected) - set(outputs))
+    # The card leaves out answers of many entries, and no others.
+    due = {name for name, value in outputs.items() if np.size(value) <= LARGEST_ARRAY}
+    worst, wrong = 0.0, sorted((set(expected) - set(outputs)) | (due - set(expected)))
     for name in set(outputs) & set(expected):
         seen, right = np.asarray(outputs[name]), from_json(expected[name]).numpy()
         if seen.shape != right.shape:

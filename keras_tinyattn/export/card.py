@@ -14,14 +14,12 @@ import numpy as np
 import tensorflow as tf
 
 from keras_tinyattn._boundary import value_errors
+from keras_tinyattn.export._check_alone import LARGEST_ARRAY
 from keras_tinyattn.sampling import SETTINGS
 from keras_tinyattn.version import __version__
 
 CARD = "model_card.json"
 WARMUP = "assets.extra/tf_serving_warmup_requests"
-# Arrays with more entries, such as whole caches, would make the card larger than the model. Where an
-# input is left out, it is what `prefill` answers.
-LARGEST_ARRAY = 1000
 # How deep lists and dictionaries in `about` may stand in each other.
 DEEPEST = 50
 
@@ -179,10 +177,9 @@ def _example_requests(model, tokenizer):
 
 
 def _stepwise_requests(signatures, sequence_length, name, inputs):
-    """The requests that follow a `prefill`, where there is a position left for one more token."""
-    position = inputs["prompt_length"]
-    if max(position) >= sequence_length:
-        return []
+    """The requests that follow a `prefill`."""
+    # A model of one position has none for a further token: the first is read again.
+    position = np.minimum(inputs["prompt_length"], sequence_length - 1)
     state = {key: value.numpy() for key, value in _answer(signatures[name], inputs).items()}
     settings = {setting.name: np.full(2, setting.default, setting.dtype) for setting in SETTINGS}
     cache = {key.removeprefix("new_"): value for key, value in state.items() if key != "logits"}

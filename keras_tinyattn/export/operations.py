@@ -44,7 +44,7 @@ def signature_operations(path):
     (1, 1)
     """
     try:
-        content = (pathlib.Path(path) / "saved_model.pb").read_bytes()
+        content = (pathlib.Path(path).expanduser() / "saved_model.pb").read_bytes()
         graph = saved_model_pb2.SavedModel.FromString(content).meta_graphs[0]
     except (OSError, DecodeError, IndexError) as error:
         raise ValueError(
