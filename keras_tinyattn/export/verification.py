@@ -59,9 +59,9 @@ def verify_saved_model(path):
         )
         for mode in ("xla", "no-xla")
     ]
+    ended = [child.communicate() for child in children]
     checks = []
-    for child in children:
-        output, errors = child.communicate()
+    for child, (output, errors) in zip(children, ended, strict=True):
         try:
             rows = json.loads(output.strip().splitlines()[-1])
         except (IndexError, ValueError):
