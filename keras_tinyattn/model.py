@@ -203,8 +203,10 @@ def gpt(
     num_heads,
     num_layers,
     intermediate_dim=None,
+    activation=None,
     dropout=0.0,
     tie_embeddings=True,
+    dtype=None,
     **kwargs,
 ):
     """A `CausalLM` of GPT-2's shape: pre-norm blocks, a final norm, learned positions.
@@ -216,8 +218,10 @@ def gpt(
         num_heads: H; must divide D.
         num_layers: the number of `DecoderBlock`s.
         intermediate_dim: width of the inner layer of each MLP; 4 D unless given.
+        activation: of each MLP, as in `DecoderBlock`: GPT-2's tanh GELU unless given.
         dropout: share dropped in training, in [0, 1).
         tie_embeddings: whether the projection uses the token table.
+        dtype: dtype or policy of every layer, such as "mixed_bfloat16"; Keras' global one unless given.
         **kwargs: passed on to `CausalLM`, such as `name`.
 
     Returns:
@@ -246,6 +250,7 @@ def gpt(
             sequence_length,
             hidden_dim,
             embeddings_initializer=initializer(),
+            dtype=dtype,
             name="embedding",
         ),
         [
@@ -253,8 +258,10 @@ def gpt(
                 hidden_dim,
                 num_heads,
                 intermediate_dim,
+                activation=activation,
                 dropout=dropout,
                 kernel_initializer=initializer(),
+                dtype=dtype,
                 name=f"block_{index}",
             )
             for index in range(num_layers)
@@ -263,9 +270,11 @@ def gpt(
             vocabulary_size,
             tied=tie_embeddings,
             kernel_initializer=initializer(),
+            dtype=dtype,
             name="projection",
         ),
-        final_norm=keras.layers.LayerNormalization(epsilon=1e-5, name="final_norm"),
+        final_norm=keras.layers.LayerNormalization(epsilon=1e-5, dtype=dtype, name="final_norm"),
+        dtype=dtype,
         **kwargs,
     )
 

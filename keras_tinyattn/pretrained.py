@@ -1,11 +1,11 @@
 """Weights that others trained, in a `CausalLM`."""
 
-import json
-import pathlib
+import collections.abc
 import re
 
 import numpy as np
 
+from keras_tinyattn._paths import local_path
 from keras_tinyattn.model import gpt
 
 __all__ = ["causal_lm_from_gpt2"]
@@ -13,11 +13,11 @@ __all__ = ["causal_lm_from_gpt2"]
 # The causal mask, which PyTorch models keep among their tensors; ours makes it from positions.
 _MASK_NAME = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
 _BLOCK_NAME = re.compile(r"h\.\d+\.")
+# What torch.compile, parallel wrappers, Hugging Face and nanoGPT put in front of a name, in any order.
+_PREFIX = re.compile(r"^((_orig_mod|module|model|transformer)\.)+")
 
-_SAFETENSORS_TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "U8": "u1", "BOOL": "?", "I64": "<i8"}
 
-
-def causal_lm_from_gpt2(state_dict, num_heads, dropout=0.0, **kwargs):
+def causal_lm_from_gpt2(state_dict, num_heads, activation=None, dropout=0.0, **kwargs):
     """A `CausalLM` with the weights of a GPT-2, as Hugging Face, minGPT and nanoGPT name them.
 
     Sizes follow from the shapes. Kernels may be stored `(in, out)`, as GPT-2's own `Conv1D` does, or
@@ -25,20 +25,26 @@ def causal_lm_from_gpt2(state_dict, num_heads, dropout=0.0, **kwargs):
     `(3 D, D)`, says which, and holds for the square kernels too, whose shape says nothing.
 
     Args:
-        state_dict: mapping of names such as `transformer.h.0.attn.c_attn.weight`, with or without
-            `transformer.` in front, to arrays or tensors; or the path of a `.npz` or
-            `.safetensors` file of them. Without a `lm_head.weight`, or with one equal to
-            `wte.weight`, the projection is tied to the token table.
+        state_dict: mapping of names such as `transformer.h.0.attn.c_attn.weight`, with any of
+            `_orig_mod.`, `module.`, `model.` and `transformer.` in front or none, to arrays or tensors;
+            or the path of a `.npz` or `.safetensors` file of them. Without a `lm_head.weight`, or with
+            one equal to `wte.weight`, the projection is tied to the token table. Without any bias, as
+            nanoGPT's `bias=False` saves, all are zero.
         num_heads: H, which no shape tells: 12 for the smallest GPT-2.
+        activation: of the MLPs, which no weight tells either: GPT-2's tanh GELU unless given, Hugging
+            Face's "gelu_new". nanoGPT's is the exact one, "gelu".
         dropout: share dropped in further training, in [0, 1).
-        **kwargs: passed on to `CausalLM`, such as `name`.
+        **kwargs: passed on to `gpt`, such as `name` or `dtype`.
 
     Returns:
         A `CausalLM`, built.
 
     Raises:
         ValueError: if a name is missing or unexpected, a shape does not fit, the heads do not divide
-            the width, or the file is of another kind or damaged.
+            the width, or the file is of another kind, damaged, or unpacks to more than 100 MB and
+            twenty times its size.
+        ModuleNotFoundError: if a `.safetensors` file is given and the extra `pretrained` is not
+            installed.
 
     Example:
 
@@ -64,9 +70,11 @@ def causal_lm_from_gpt2(state_dict, num_heads, dropout=0.0, **kwargs):
     vocabulary_size, hidden_dim = tensors.shape("wte.weight", 2)
     sequence_length = tensors.shape("wpe.weight", 2)[0]
     num_layers = max(1, len({match[0] for match in map(_BLOCK_NAME.match, tensors.names) if match}))
-    tensors.require(["ln_f.weight", "ln_f.bias", *_block_names(num_layers)])
+    names = ["ln_f.weight", "ln_f.bias", *_block_names(num_layers)]
+    has_biases = any(name.endswith(".bias") for name in tensors.names)
+    tensors.require([name for name in names if has_biases or not name.endswith(".bias")])
     linear = tensors.shape("h.0.attn.c_attn.weight", 2) == (3 * hidden_dim, hidden_dim)
-    intermediate_dim = tensors.shape("h.0.mlp.c_fc.bias", 1)[0]
+    intermediate_dim = tensors.shape("h.0.mlp.c_fc.weight", 2)[0 if linear else 1]
 
     def kernel(name, input_dim, output_dim):
         if linear:
@@ -79,6 +87,7 @@ def causal_lm_from_gpt2(state_dict, num_heads, dropout=0.0, **kwargs):
     model = gpt(
         *(vocabulary_size, sequence_length, hidden_dim, num_heads, num_layers),
         intermediate_dim=intermediate_dim,
+        activation=activation,
         dropout=dropout,
         tie_embeddings=tied,
         **kwargs,
@@ -133,24 +142,37 @@ class _Tensors:
     """A state dict of which each tensor is taken once, and in which nothing may be left over."""
 
     def __init__(self, state_dict):
-        if isinstance(state_dict, str | pathlib.Path):
-            state_dict = _read(pathlib.Path(state_dict))
-        self._prefix = (
-            "transformer." if any(name.startswith("transformer.") for name in state_dict) else ""
-        )
-        names = {name.removeprefix(self._prefix): name for name in state_dict}
+        if not isinstance(state_dict, collections.abc.Mapping):
+            state_dict = _read(local_path(state_dict))
+        # The names as they were received, by the names of a bare GPT-2.
+        self._received = {}
+        for name in state_dict:
+            short = _PREFIX.sub("", str(name))
+            if short in self._received:
+                raise ValueError(
+                    "A tensor has one name. Expected names that differ by more than their prefixes. "
+                    f"Received: {self._received[short]} and {name}. Leave one out."
+                )
+            self._received[short] = name
         self._left = {
-            name: state_dict[full] for name, full in names.items() if not _MASK_NAME.fullmatch(name)
+            short: state_dict[name]
+            for short, name in self._received.items()
+            if not _MASK_NAME.fullmatch(short)
         }
-        self.names = tuple(self._left)
+        self.names = frozenset(self._left)
+        # Most have the prefix of the first; a head often has less.
+        first = next(iter(self._received), "")
+        self._prefix = str(self._received.get(first, "")).removesuffix(first)
         self.require(["wte.weight", "wpe.weight"])
 
     def require(self, names):
         missing = [name for name in names if name not in self.names]
         if missing:
+            received = [*self._received.values()]
             raise ValueError(
-                "The state dict is not a whole GPT-2. "
-                f"Expected {self._listed(missing)} as well. Received: {len(self.names)} names without. "
+                "The state dict is not a whole GPT-2. Expected also "
+                f"{_listed([self._prefix + name for name in missing])}. "
+                f"Received: {len(received)} names, {_listed(received) or 'none'}. "
                 "Give the state dict of the whole model."
             )
 
@@ -158,16 +180,19 @@ class _Tensors:
         shape = tuple(self._left[name].shape)
         if len(shape) != rank:
             raise ValueError(
-                f"{self._prefix}{name} is not GPT-2's. Expected {rank} axes. Received: shape {shape}. "
-                "Give the state dict of a GPT-2."
+                f"{self._received[name]} is not GPT-2's. Expected {rank} axes. "
+                f"Received: shape {shape}. Give the state dict of a GPT-2."
             )
         return shape
 
     def take(self, name, shape):
+        """A tensor as a float32 array; a bias of a model without any is zero."""
+        if name.endswith(".bias") and name not in self.names:
+            return np.zeros(shape, "float32")
         value = self._left.pop(name)
         if tuple(value.shape) != tuple(shape):
             raise ValueError(
-                f"{self._prefix}{name} does not fit the rest of the model. "
+                f"{self._received[name]} does not fit the rest of the model. "
                 f"Expected shape {tuple(shape)}. Received: shape {tuple(value.shape)}. "
                 "The other shapes come from wte.weight, and the order of a kernel's axes from "
                 "h.0.attn.c_attn.weight."
@@ -178,59 +203,77 @@ class _Tensors:
 
     def refuse_the_rest(self):
         if self._left:
+            received = [self._received[name] for name in self._left]
             raise ValueError(
                 "The state dict holds what a GPT-2 has not, and dropping it would change the model. "
-                f"Expected GPT-2's tensors only. Received: {self._listed(self._left)}. "
+                f"Expected GPT-2's tensors only. Received: {_listed(received)}. "
                 "Leave these out if they do not matter."
             )
 
-    def _listed(self, names):
-        names = [name if name == "lm_head.weight" else self._prefix + name for name in names]
-        return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+def _listed(names):
+    return ", ".join(str(name)[:200] for name in names[:8]) + (
+        f" and {len(names) - 8} more" if len(names) > 8 else ""
+    )
 
 
 def _read(path):
     """The tensors of a file by name."""
-    if path.suffix == ".npz":
-        try:
-            with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-                return dict(arrays)
-        except OSError:
-            raise
-        except Exception as error:
-            raise ValueError(
-                f"The weights cannot be read. Expected an .npz file of arrays. Received: {path}, "
-                f"which is damaged ({error}). Fetch or save it again."
-            ) from error
-    if path.suffix == ".safetensors":
-        return _read_safetensors(path)
-    raise ValueError(
-        "The weights are of an unknown kind. Expected a mapping, or a path that ends in .npz or "
-        f".safetensors. Received: {path}. Save PyTorch weights with safetensors.torch.save_file."
-    )
+    readers = {".npz": _read_npz, ".safetensors": _read_safetensors}
+    if path.suffix not in readers:
+        raise ValueError(
+            "The weights are of an unknown kind. Expected a mapping, or a path that ends in .npz or "
+            f".safetensors. Received: {path}. Save PyTorch weights with safetensors.torch.save_file."
+        )
+    try:
+        return readers[path.suffix](path)
+    except (OSError, ModuleNotFoundError):
+        raise
+    except Exception as error:  # Of any type, since any byte may be wrong.
+        raise ValueError(
+            f"The weights cannot be read. Expected a {path.suffix} file of float tensors. "
+            f"Received: {path}, which is damaged or of another kind ({type(error).__name__}: {error}). "
+            "Fetch or save it again."
+        ) from error
+
+
+def _read_npz(path):
+    size = path.stat().st_size
+    limit = max(100_000_000, 20 * size)
+    with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+        unpacked = sum(entry.file_size for entry in arrays.zip.infolist())
+        if unpacked > limit:
+            raise ValueError(f"{size} bytes that unpack to {unpacked}, of at most {limit} allowed")
+        return dict(arrays)
 
 
 def _read_safetensors(path):
-    """Eight bytes give the length of a JSON header, which says where in the rest each tensor lies."""
-    data = path.read_bytes()
-    start = 8 + int.from_bytes(data[:8], "little")
-    tensors = {}
+    """Tensors that are read when they are taken, so that a file is never in memory as a whole."""
     try:
-        header = json.loads(data[8:start])
-        header.pop("__metadata__", None)
-        for name, entry in header.items():
-            first, last = entry["data_offsets"]
-            raw, kind = data[start + first : start + last], entry["dtype"]
-            if kind == "BF16":
-                # The upper half of a float32.
-                values = (np.frombuffer(raw, "<u2").astype("<u4") << 16).view("<f4")
-            else:
-                values = np.frombuffer(raw, _SAFETENSORS_TYPES[kind])
-            tensors[name] = values.reshape(entry["shape"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            "The weights cannot be read. Expected a .safetensors file of float tensors. "
-            f"Received: {path}, which is damaged or of another kind "
-            f"({type(error).__name__}: {error}). Fetch or save it again."
+        import safetensors
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "Reading a .safetensors file needs the package safetensors. "
+            'Install it: pip install "keras-tinyattn[pretrained]".'
         ) from error
+    with path.open("rb"):  # Errors of the file system as Python has them.
+        pass
+    # NumPy knows no bfloat16, TensorFlow does.
+    file = safetensors.safe_open(path, framework="tf")
+    tensors = {name: _Stored(file, name) for name in file.keys()}  # noqa: SIM118
+    for name, tensor in tensors.items():
+        if tensor.dtype not in ("F64", "F32", "F16", "BF16", "U8", "BOOL", "I64"):
+            raise ValueError(f"{name} has the type {tensor.dtype}")
     return tensors
+
+
+class _Stored:
+    """A tensor in a .safetensors file."""
+
+    def __init__(self, file, name):
+        self._file, self._name = file, name
+        stored = file.get_slice(name)
+        self.shape, self.dtype = tuple(stored.get_shape()), stored.get_dtype()
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self._file.get_tensor(self._name)).astype(dtype or "float32")

@@ -12,6 +12,7 @@ from keras_tinyattn import (
     VocabProjection,
     gpt,
 )
+from keras_tinyattn.export import card
 from keras_tinyattn.layers import _window
 
 B, T, D, H, V = 2, 5, 6, 3, 11
@@ -316,3 +317,17 @@ def test_what_is_no_language_model_is_refused(model, token_ids):
         ValueError, match=r"Expected a cache with positions\. Received: positions without"
     ):
         model(token_ids, positions=np.arange(T))
+
+
+@pytest.mark.parametrize("dtype", ["mixed_bfloat16", "float16", "float64"])
+def test_the_dtype_of_gpt_reaches_every_layer_and_survives_its_config(dtype):
+    model = gpt(V, T, D, num_heads=2, num_layers=2, dropout=0.1, dtype=dtype)
+    policy = keras.DTypePolicy(dtype)
+    for one in (model, CausalLM.from_config(model.get_config())):
+        one.build((None, T))
+        layers = one._flatten_layers()
+        assert {layer.dtype_policy.name for layer in layers} == {dtype}
+        floats = {variable.dtype for variable in one.trainable_variables}
+        assert floats == {policy.variable_dtype}
+        assert one(np.array([[1, 2]])).dtype == ("float64" if dtype == "float64" else "float32")
+    assert card._precision(model)["compute_dtypes"] == [policy.compute_dtype]

@@ -1,7 +1,10 @@
 """GPT-2 weights: a model that others trained, stage by stage, and state dicts that do not fit."""
 
 import json
+import re
 import struct
+import sys
+import time
 
 import keras
 import numpy as np
@@ -249,13 +252,18 @@ def test_a_safetensors_file_of_unknown_types_is_refused(tmp_path):
 def test_a_missing_name_is_named(name):
     state = _state_dict()
     del state[f"transformer.{name}"]
-    with pytest.raises(ValueError, match=f"not a whole GPT-2. Expected .*{name} as well"):
+    with pytest.raises(
+        ValueError,
+        match=rf"not a whole GPT-2\. Expected also transformer\.{name}\. Received: \d+ names, tr",
+    ):
         causal_lm_from_gpt2(state, num_heads=H)
 
 
 def test_a_missing_layer_is_named():
     state = {name.replace("h.1.", "h.2."): value for name, value in _state_dict().items()}
-    with pytest.raises(ValueError, match=r"Expected transformer.h.1.ln_1.weight.* and 4 more as well"):
+    with pytest.raises(
+        ValueError, match=r"Expected also transformer.h.1.ln_1.weight.* and 4 more\. Received: "
+    ):
         causal_lm_from_gpt2(state, num_heads=H)
 
 
@@ -287,3 +295,106 @@ def test_a_shape_that_does_not_fit_is_named(name, shape):
 def test_heads_that_do_not_divide_the_width_are_refused():
     with pytest.raises(ValueError, match="Received: hidden_dim=6, num_heads=4"):
         causal_lm_from_gpt2(_state_dict(), num_heads=4)
+
+
+# What nanoGPT, compilers and wrappers make of the names.
+
+
+@pytest.mark.parametrize(
+    "prefix", ["_orig_mod.transformer.", "module._orig_mod.transformer.", "model.", "model.module.", ""]
+)
+def test_names_may_come_with_the_prefixes_of_wrappers(prefix):
+    expected = causal_lm_from_gpt2(_state_dict(head="own"), num_heads=H)(IDS)
+    state = _state_dict(prefix=prefix, head="own")
+    state[prefix.replace("transformer.", "") + "lm_head.weight"] = state.pop("lm_head.weight")
+    np.testing.assert_array_equal(causal_lm_from_gpt2(state, num_heads=H)(IDS), expected)
+    missing = f"{prefix}h.0.ln_1.weight"
+    del state[missing]
+    with pytest.raises(ValueError, match=f"Expected also {re.escape(missing)}\\. Received"):
+        causal_lm_from_gpt2(state, num_heads=H)
+
+
+def test_two_names_of_one_tensor_are_refused():
+    state = _state_dict() | {"wte.weight": np.zeros((V, D))}
+    with pytest.raises(ValueError, match=r"Received: transformer\.wte\.weight and wte\.weight\. "):
+        causal_lm_from_gpt2(state, num_heads=H)
+
+
+def test_a_model_without_biases_is_one_whose_biases_are_zero():
+    state = _state_dict()
+    biases = [name for name in state if name.endswith(".bias") and ".attn.bias" not in name]
+    zeros = state | {name: np.zeros_like(state[name]) for name in biases}
+    without = {name: value for name, value in state.items() if name not in biases}
+    np.testing.assert_array_equal(
+        causal_lm_from_gpt2(without, num_heads=H)(IDS), causal_lm_from_gpt2(zeros, num_heads=H)(IDS)
+    )
+    # Some of them missing is something else.
+    with pytest.raises(ValueError, match=r"Expected also transformer\.ln_f\.bias, "):
+        causal_lm_from_gpt2(without | {biases[0]: state[biases[0]]}, num_heads=H)
+
+
+def test_the_activation_is_what_is_asked_for_and_stays_so(tmp_path):
+    tanh, exact = (
+        causal_lm_from_gpt2(_state_dict(), num_heads=H, activation=name) for name in (None, "gelu")
+    )
+    assert np.abs(tanh(IDS) - exact(IDS)).max() > 1e-4
+    exact.save(tmp_path / "exact.keras")
+    loaded = keras.saving.load_model(tmp_path / "exact.keras")
+    np.testing.assert_array_equal(loaded(IDS), exact(IDS))
+    tanh.save(tmp_path / "tanh.keras")
+    np.testing.assert_array_equal(keras.saving.load_model(tmp_path / "tanh.keras")(IDS), tanh(IDS))
+
+
+def test_the_dtype_reaches_the_layers():
+    model = causal_lm_from_gpt2(_state_dict(), num_heads=H, dtype="bfloat16")
+    assert {variable.dtype for variable in model.weights} == {"bfloat16"}
+    assert {layer.compute_dtype for layer in model._flatten_layers()} == {"bfloat16"}
+
+
+def test_a_hundred_thousand_names_are_refused_at_once():
+    state = _state_dict() | {f"transformer.h.{i}.ln_1.weight": np.zeros(D) for i in range(2, 100_000)}
+    began = time.process_time()
+    with pytest.raises(ValueError, match="and 1099970 more"):
+        causal_lm_from_gpt2(state, num_heads=H)
+    assert time.process_time() - began < 20  # It was quadratic, hours.
+
+
+# Files of others.
+
+
+@pytest.mark.parametrize(
+    "offsets", [[-8, 0], [0, 10**9], [8, 0], [4, 68], [0, 64.0], [0], "ab", [2**64, 2**65]]
+)
+def test_offsets_outside_the_data_or_over_each_other_are_refused(tmp_path, offsets):
+    entry = {"dtype": "F32", "shape": [16]}
+    header = {"a": entry | {"data_offsets": [0, 64]}, "b": entry | {"data_offsets": offsets}}
+    header = json.dumps(header).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(128))
+    with pytest.raises(ValueError, match=r"cannot be read.*model\.safetensors, which is damaged"):
+        causal_lm_from_gpt2(path, num_heads=H)
+
+
+@pytest.mark.parametrize("header", [b"[" * 100_000, b"{}", b'{"a":1,"a":1}', b"\xff\xfe", b"", b"null"])
+def test_a_header_that_is_none_is_refused(tmp_path, header):
+    path = tmp_path / "model.safetensors"
+    for length in (len(header), 10**12):
+        path.write_bytes(length.to_bytes(8, "little") + header + bytes(16))
+        with pytest.raises(ValueError, match=r"cannot be read|not a whole GPT-2"):
+            causal_lm_from_gpt2(path, num_heads=H)
+
+
+def test_a_small_file_that_unpacks_to_a_large_one_is_refused(tmp_path):
+    path = tmp_path / "weights.npz"
+    np.savez_compressed(path, bomb=np.zeros(110_000_000, "uint8"))
+    assert path.stat().st_size < 200_000
+    with pytest.raises(ValueError, match=r"unpack to 1100001\d\d, of at most 100000000 allowed"):
+        causal_lm_from_gpt2(path, num_heads=H)
+
+
+def test_without_the_package_safetensors_its_extra_is_named(tmp_path, monkeypatch):
+    path = tmp_path / "model.safetensors"
+    _write_safetensors(path, _state_dict())
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ModuleNotFoundError, match=r"keras-tinyattn\[pretrained\]"):
+        causal_lm_from_gpt2(path, num_heads=H)

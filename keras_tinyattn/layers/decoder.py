@@ -23,12 +23,15 @@ class DecoderBlock(keras.layers.Layer):
         x = x + attention(norm(x))
         x = x + mlp(norm(x)),    mlp(x) = gelu(x W + b) W' + b'
 
-    The normalisation is LayerNorm with epsilon 1e-5, the GELU its tanh approximation.
+    The normalisation is LayerNorm with epsilon 1e-5, the GELU its tanh approximation unless another
+    activation is given.
 
     Args:
         hidden_dim: D, the width of the residual stream.
         num_heads: H; must divide D.
         intermediate_dim: width of the MLP's inner layer; 4 D unless given.
+        activation: of the MLP's inner layer, as in Keras' `Dense`, where "gelu" is the exact one;
+            GPT-2's tanh GELU unless given.
         dropout: share dropped in training from the weights and from what each half adds, in [0, 1).
         kernel_initializer: initializer of every kernel; each kernel is sampled anew.
         blockwise: as in `ScaledSelfAttention`.
@@ -61,6 +64,7 @@ class DecoderBlock(keras.layers.Layer):
         hidden_dim,
         num_heads,
         intermediate_dim=None,
+        activation=None,
         dropout=0.0,
         kernel_initializer="glorot_uniform",
         blockwise=None,
@@ -79,6 +83,7 @@ class DecoderBlock(keras.layers.Layer):
         self.intermediate_dim = check_size(
             "intermediate_dim", 4 * hidden_dim if intermediate_dim is None else intermediate_dim
         )
+        self.activation = _tanh_gelu if activation is None else keras.activations.get(activation)
         self.dropout = check_rate(dropout)
         self.kernel_initializer = initializers.get(kernel_initializer)
         self.blockwise = blockwise
@@ -104,7 +109,7 @@ class DecoderBlock(keras.layers.Layer):
         )
         self.mlp_expand = keras.layers.Dense(
             self.intermediate_dim,
-            activation=_tanh_gelu,
+            activation=self.activation,
             kernel_initializer=own_draw(self.kernel_initializer, 4),
             dtype=self.dtype_policy,
             name="mlp_expand",
@@ -194,6 +199,7 @@ class DecoderBlock(keras.layers.Layer):
             "hidden_dim": self.hidden_dim,
             "num_heads": self.num_heads,
             "intermediate_dim": self.intermediate_dim,
+            "activation": keras.activations.serialize(self.activation),
             "dropout": self.dropout,
             "kernel_initializer": initializers.serialize(self.kernel_initializer),
             "blockwise": self.blockwise,
