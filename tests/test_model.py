@@ -1,5 +1,7 @@
 """CausalLM and gpt: arithmetic, causality, the cache, saving, Keras' own training."""
 
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -331,3 +333,15 @@ def test_the_dtype_of_gpt_reaches_every_layer_and_survives_its_config(dtype):
         assert floats == {policy.variable_dtype}
         assert one(np.array([[1, 2]])).dtype == ("float64" if dtype == "float64" else "float32")
     assert card._precision(model)["compute_dtypes"] == [policy.compute_dtype]
+
+
+def test_quantize_names_the_layers_that_stay_as_they_are():
+    model = gpt(V, T, D, num_heads=2, num_layers=1)
+    model.build((None, T))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.quantize("int8")
+    said = " ".join(str(warning.message) for warning in caught)
+    for layer in (model.embedding, model.blocks[0].attention, model.projection):
+        assert f"{type(layer).__name__} does not have a `quantize`" in said
+    assert model.blocks[0].mlp_expand.quantization_mode == "int8"

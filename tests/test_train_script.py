@@ -275,6 +275,13 @@ def test_a_signal_to_one_worker_stops_both_at_the_same_step(text, tmp_path):
         ended(process, 128 + signal.SIGTERM)
 
 
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"\xef\xbb\xbf\xef\xbb\xbfa\r\n")
+    # One mark alone: a second one is a character.
+    assert script.read_text(path) == "\ufeffa\r\n"
+
+
 # One process a directory, and what others left there.
 
 
