@@ -1290,7 +1290,7 @@ def test_some_random_requests_are_answered_or_refused_as_documented(byte_loaded)
 @pytest.mark.slow
 def test_ten_thousand_random_requests_are_answered_or_refused_as_documented(byte_loaded):
     answered, refused = check_random_requests(byte_loaded, 10_000, seed=2)
-    assert answered > 1000
+    assert answered > 500
     assert refused > 1000
 
 
