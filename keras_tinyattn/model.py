@@ -205,6 +205,7 @@ def gpt(
     intermediate_dim=None,
     dropout=0.0,
     tie_embeddings=True,
+    activation=None,
     **kwargs,
 ):
     """A `CausalLM` of GPT-2's shape: pre-norm blocks, a final norm, learned positions.
@@ -218,6 +219,7 @@ def gpt(
         intermediate_dim: width of the inner layer of each MLP; 4 D unless given.
         dropout: share dropped in training, in [0, 1).
         tie_embeddings: whether the projection uses the token table.
+        activation: activation of each MLP, as in `DecoderBlock`; tanh GELU unless given.
         **kwargs: passed on to `CausalLM`, such as `name`.
 
     Returns:
@@ -255,6 +257,7 @@ def gpt(
                 intermediate_dim,
                 dropout=dropout,
                 kernel_initializer=initializer(),
+                activation=activation,
                 name=f"block_{index}",
             )
             for index in range(num_layers)

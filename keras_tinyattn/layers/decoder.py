@@ -1,7 +1,7 @@
 """Attention and an MLP on one residual stream."""
 
 import keras
-from keras import initializers, ops
+from keras import activations, initializers, ops
 
 from keras_tinyattn.layers._arguments import check_rate, check_size, own_draw, sizes
 from keras_tinyattn.layers._graph_key import graph_key
@@ -23,7 +23,8 @@ class DecoderBlock(keras.layers.Layer):
         x = x + attention(norm(x))
         x = x + mlp(norm(x)),    mlp(x) = gelu(x W + b) W' + b'
 
-    The normalisation is LayerNorm with epsilon 1e-5, the GELU its tanh approximation.
+    The normalisation is LayerNorm with epsilon 1e-5, the GELU its tanh approximation unless another
+    activation is given.
 
     Args:
         hidden_dim: D, the width of the residual stream.
@@ -31,6 +32,8 @@ class DecoderBlock(keras.layers.Layer):
         intermediate_dim: width of the MLP's inner layer; 4 D unless given.
         dropout: share dropped in training from the weights and from what each half adds, in [0, 1).
         kernel_initializer: initializer of every kernel; each kernel is sampled anew.
+        activation: activation of the MLP's inner layer, as Keras names it: `"gelu"` is the exact GELU.
+            Its tanh approximation unless given.
         blockwise: as in `ScaledSelfAttention`.
         seed: seed of the dropout.
 
@@ -65,6 +68,7 @@ class DecoderBlock(keras.layers.Layer):
         kernel_initializer="glorot_uniform",
         blockwise=None,
         seed=None,
+        activation=None,
         **kwargs,
     ):
         super().__init__(**kwargs)
@@ -81,6 +85,7 @@ class DecoderBlock(keras.layers.Layer):
         )
         self.dropout = check_rate(dropout)
         self.kernel_initializer = initializers.get(kernel_initializer)
+        self.activation = None if activation is None else activations.get(activation)
         self.blockwise = blockwise
         self.seed = seed
         self.supports_masking = True
@@ -104,7 +109,7 @@ class DecoderBlock(keras.layers.Layer):
         )
         self.mlp_expand = keras.layers.Dense(
             self.intermediate_dim,
-            activation=_tanh_gelu,
+            activation=self.activation or _tanh_gelu,
             kernel_initializer=own_draw(self.kernel_initializer, 4),
             dtype=self.dtype_policy,
             name="mlp_expand",
@@ -196,6 +201,7 @@ class DecoderBlock(keras.layers.Layer):
             "intermediate_dim": self.intermediate_dim,
             "dropout": self.dropout,
             "kernel_initializer": initializers.serialize(self.kernel_initializer),
+            "activation": None if self.activation is None else activations.serialize(self.activation),
             "blockwise": self.blockwise,
             "seed": self.seed,
         }
