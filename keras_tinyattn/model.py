@@ -203,9 +203,9 @@ def gpt(
     num_heads,
     num_layers,
     intermediate_dim=None,
-    activation=None,
     dropout=0.0,
     tie_embeddings=True,
+    activation=None,
     dtype=None,
     **kwargs,
 ):
@@ -218,9 +218,9 @@ def gpt(
         num_heads: H; must divide D.
         num_layers: the number of `DecoderBlock`s.
         intermediate_dim: width of the inner layer of each MLP; 4 D unless given.
-        activation: of each MLP, as in `DecoderBlock`: GPT-2's tanh GELU unless given.
         dropout: share dropped in training, in [0, 1).
         tie_embeddings: whether the projection uses the token table.
+        activation: activation of each MLP, as in `DecoderBlock`; tanh GELU unless given.
         dtype: dtype or policy of every layer, such as "mixed_bfloat16"; Keras' global one unless given.
         **kwargs: passed on to `CausalLM`, such as `name`.
 
@@ -258,9 +258,9 @@ def gpt(
                 hidden_dim,
                 num_heads,
                 intermediate_dim,
-                activation=activation,
                 dropout=dropout,
                 kernel_initializer=initializer(),
+                activation=activation,
                 dtype=dtype,
                 name=f"block_{index}",
             )

@@ -114,8 +114,9 @@ def test_tensorflow_is_imported_where_it_is_needed_and_nowhere_else():
     assert {place for place in places if place[1]} == BORROWS_TENSORFLOW
 
 
-def test_what_only_pictures_and_commands_need_is_imported_when_they_run():
-    for library, module in (("matplotlib", "plotting"), ("rich", "__main__")):
+def test_what_only_pictures_files_and_commands_need_is_imported_when_they_run():
+    libraries = {"matplotlib": "plotting", "rich": "__main__", "safetensors": "pretrained"}
+    for library, module in libraries.items():
         places = [
             (name, function)
             for name, imports in IMPORTS.items()

@@ -1,7 +1,7 @@
 """Attention and an MLP on one residual stream."""
 
 import keras
-from keras import initializers, ops
+from keras import activations, initializers, ops
 
 from keras_tinyattn.layers._arguments import check_rate, check_size, own_draw, sizes
 from keras_tinyattn.layers._graph_key import graph_key
@@ -30,10 +30,10 @@ class DecoderBlock(keras.layers.Layer):
         hidden_dim: D, the width of the residual stream.
         num_heads: H; must divide D.
         intermediate_dim: width of the MLP's inner layer; 4 D unless given.
-        activation: of the MLP's inner layer, as in Keras' `Dense`, where "gelu" is the exact one;
-            GPT-2's tanh GELU unless given.
         dropout: share dropped in training from the weights and from what each half adds, in [0, 1).
         kernel_initializer: initializer of every kernel; each kernel is sampled anew.
+        activation: activation of the MLP's inner layer, as Keras names it: `"gelu"` is the exact GELU.
+            Its tanh approximation unless given.
         blockwise: as in `ScaledSelfAttention`.
         seed: seed of the dropout.
 
@@ -64,11 +64,11 @@ class DecoderBlock(keras.layers.Layer):
         hidden_dim,
         num_heads,
         intermediate_dim=None,
-        activation=None,
         dropout=0.0,
         kernel_initializer="glorot_uniform",
         blockwise=None,
         seed=None,
+        activation=None,
         **kwargs,
     ):
         super().__init__(**kwargs)
@@ -83,9 +83,9 @@ class DecoderBlock(keras.layers.Layer):
         self.intermediate_dim = check_size(
             "intermediate_dim", 4 * hidden_dim if intermediate_dim is None else intermediate_dim
         )
-        self.activation = _tanh_gelu if activation is None else keras.activations.get(activation)
         self.dropout = check_rate(dropout)
         self.kernel_initializer = initializers.get(kernel_initializer)
+        self.activation = None if activation is None else activations.get(activation)
         self.blockwise = blockwise
         self.seed = seed
         self.supports_masking = True
@@ -109,7 +109,7 @@ class DecoderBlock(keras.layers.Layer):
         )
         self.mlp_expand = keras.layers.Dense(
             self.intermediate_dim,
-            activation=self.activation,
+            activation=self.activation or _tanh_gelu,
             kernel_initializer=own_draw(self.kernel_initializer, 4),
             dtype=self.dtype_policy,
             name="mlp_expand",
@@ -199,9 +199,9 @@ class DecoderBlock(keras.layers.Layer):
             "hidden_dim": self.hidden_dim,
             "num_heads": self.num_heads,
             "intermediate_dim": self.intermediate_dim,
-            "activation": keras.activations.serialize(self.activation),
             "dropout": self.dropout,
             "kernel_initializer": initializers.serialize(self.kernel_initializer),
+            "activation": None if self.activation is None else activations.serialize(self.activation),
             "blockwise": self.blockwise,
             "seed": self.seed,
         }
