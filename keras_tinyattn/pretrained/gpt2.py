@@ -97,7 +97,7 @@ def _model(tensors, num_heads, dropout, activation, **kwargs):
         return tensors.take(name, (input_dim, output_dim))
 
     table_shape, has_head = (vocabulary_size, hidden_dim), "lm_head.weight" in tensors.left
-    # Both tables are read again when their turn comes: kept, they would add to the largest use of memory.
+    # Both are read again when their turn comes: kept until then, they would add to the peak of memory.
     tied = not has_head or np.array_equal(
         tensors.read("lm_head.weight", table_shape), tensors.read("wte.weight", table_shape)
     )
