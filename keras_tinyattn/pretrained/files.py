@@ -12,7 +12,8 @@ from keras_tinyattn._paths import local_path
 
 __all__ = ["listed", "opened"]
 
-# Weights hardly compress: what unpacks to more than this, and this many times its own size, holds none.
+# Weights hardly compress: a file that unpacks to more than this many bytes, and so many times its own
+# size besides, is none of weights.
 _UNPACKED_BYTES, _UNPACKED_RATIO = 100_000_000, 20
 
 
@@ -22,7 +23,13 @@ def opened(state_dict):
     if isinstance(state_dict, collections.abc.Mapping):
         yield list(state_dict), state_dict.__getitem__
         return
-    path = local_path(state_dict)
+    try:
+        path = local_path(state_dict)
+    except TypeError:
+        raise TypeError(
+            "A state dict maps names to tensors. Expected a mapping, or the path of a file. "
+            f"Received: {type(state_dict).__name__}. Give model.state_dict(), or save it to a file."
+        ) from None
     opener = {".npz": _open_npz, ".safetensors": _open_safetensors}.get(path.suffix.lower())
     if opener is None:
         raise ValueError(
@@ -52,10 +59,10 @@ def _named_errors(path):
     except ImportError:
         raise
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(
             "The weights cannot be read. Expected an .npz or .safetensors file of arrays. "
-            f"Received: {path}, which is damaged or of another kind ({reason[:300]}). "
+            f"Received: {path}, which is damaged or of another kind ({reason[:200]}). "
             "Fetch or save it again."
         ) from error
 

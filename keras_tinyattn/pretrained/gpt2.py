@@ -2,6 +2,7 @@
 
 import re
 
+import keras
 import numpy as np
 
 from keras_tinyattn.model import gpt
@@ -95,9 +96,11 @@ def _model(tensors, num_heads, dropout, activation, **kwargs):
             return tensors.take(name, (output_dim, input_dim)).T
         return tensors.take(name, (input_dim, output_dim))
 
-    table = tensors.take("wte.weight", (vocabulary_size, hidden_dim))
-    head = tensors.take("lm_head.weight", table.shape) if "lm_head.weight" in tensors.left else None
-    tied = head is None or np.array_equal(head, table)
+    table_shape, has_head = (vocabulary_size, hidden_dim), "lm_head.weight" in tensors.left
+    # Both are read again when their turn comes: kept until then, they would add to the peak of memory.
+    tied = not has_head or np.array_equal(
+        tensors.read("lm_head.weight", table_shape), tensors.read("wte.weight", table_shape)
+    )
     model = gpt(
         *(vocabulary_size, sequence_length, hidden_dim, num_heads, num_layers),
         intermediate_dim=intermediate_dim,
@@ -106,9 +109,9 @@ def _model(tensors, num_heads, dropout, activation, **kwargs):
         tie_embeddings=tied,
         **kwargs,
     )
-    model.build((None, sequence_length))
+    _build_with_zeros(model)
 
-    model.embedding.token_embeddings.assign(table)
+    model.embedding.token_embeddings.assign(tensors.take("wte.weight", table_shape))
     model.embedding.position_embeddings.assign(
         tensors.take("wpe.weight", (sequence_length, hidden_dim))
     )
@@ -131,10 +134,30 @@ def _model(tensors, num_heads, dropout, activation, **kwargs):
             layer.kernel.assign(kernel(f"{name}.weight", *sizes))
             layer.bias.assign(tensors.take(f"{name}.bias", sizes[1:]))
     _assign_norm(model.final_norm, tensors, "ln_f")
-    if not tied:
-        model.projection.kernel.assign(head.T)
+    if has_head:
+        head = tensors.take("lm_head.weight", table_shape)
+        if not tied:
+            model.projection.kernel.assign(head.T)
     tensors.refuse_the_rest()
     return model
+
+
+def _build_with_zeros(model):
+    """Build a model whose start is overwritten anyway: drawing it takes memory that is not returned.
+
+    The layers keep their own initializers, with which a clone starts.
+    """
+    own = [
+        (layer, name, getattr(layer, name))
+        for layer in model._flatten_layers(include_self=False)
+        for name in ("kernel_initializer", "embeddings_initializer")
+        if hasattr(layer, name)
+    ]
+    for layer, name, _ in own:
+        setattr(layer, name, keras.initializers.Zeros())
+    model.build((None, model.sequence_length))
+    for layer, name, initializer in own:
+        setattr(layer, name, initializer)
 
 
 def _block_layers(num_layers):
@@ -192,7 +215,12 @@ class _Tensors:
     def take(self, name, shape):
         if name.endswith(".bias") and name not in self.left:
             return np.zeros(shape, "float32")
-        value, received = self._tensor(name), self.left.pop(name)
+        array = self.read(name, shape)
+        del self.left[name]
+        return array
+
+    def read(self, name, shape):
+        value, received = self._tensor(name), self.left[name]
         if tuple(value.shape) != tuple(shape):
             raise ValueError(
                 f"{listed([received])} does not fit the rest of the model. "
