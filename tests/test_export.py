@@ -40,6 +40,7 @@ from keras_tinyattn import (
 )
 from keras_tinyattn.__main__ import main as command
 from keras_tinyattn.export import _check_alone, saving
+from keras_tinyattn.export.signatures import Signatures
 from keras_tinyattn.generation import graphs
 from keras_tinyattn.layers import _window
 
@@ -292,16 +293,18 @@ def test_bad_input_is_an_invalid_argument_with_the_sentence(
     assert loaded.generate("The cat sat", 3)["token_ids"].tolist() == [[1, 2, 3, 7, 7, 7]]
 
 
-def test_a_stop_outside_the_vocabulary_is_refused_where_an_unknown_word_has_an_id(tmp_path):
+def test_a_stop_outside_the_vocabulary_is_refused_where_an_unknown_word_has_an_id():
     tokenizer = WordTokenizer.from_text("a b c")
     model = gpt(tokenizer.vocabulary_size, sequence_length=6, hidden_dim=4, num_heads=1, num_layers=1)
     model.build((None, 6))
-    loaded = load_saved_model(export_saved_model(model, tokenizer, tmp_path))
-    assert loaded.generate(["a", "nobody"], 2, stop=["b c", None])["length"].min() >= 2
+    signatures = Signatures(model, tokenizer)
+    ids, length = signatures._stop_ids(tf.constant(["b c", ""]))
+    assert ids[0, -2:].numpy().tolist() == tokenizer.encode("b c")
+    assert length.numpy().tolist() == [2, 1]
     for stop in ("dog", "a dog", "<unk>"):
         message = rf"A stop holds a word outside the vocabulary\. .*Received: {stop}\. "
         with pytest.raises(ValueError, match=message):
-            loaded.generate(["a", "b"], 2, stop=[None, stop])
+            signatures._stop_ids(tf.constant(["", stop]))
 
 
 @pytest.mark.parametrize(

@@ -591,6 +591,7 @@ def test_after_a_change_to_the_model_generation_answers_as_the_changed_model_doe
     assert np.abs(after.new_logprobs - before.new_logprobs).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_a_stream_and_a_compiled_loop_follow_a_change_too():
     model = gpt(V, sequence_length=LENGTH, hidden_dim=12, num_heads=3, num_layers=2)
     model.build((None, LENGTH))
@@ -655,7 +656,7 @@ def test_logits_that_are_not_finite_are_an_error_on_every_path(bad):
         list(stream(model, [1, 2], 3))
 
 
-@pytest.mark.parametrize("jit_compile", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("jit_compile", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_row_whose_logits_do_not_count_fails_no_other(model, jit_compile):
     broken = keras.models.clone_model(model)
     broken.build((None, LENGTH))

@@ -267,6 +267,7 @@ def test_one_training_step_gives_every_variable_a_gradient(cls, on_every_path):
                 assert np.any(gradient), (path, variable.path)
 
 
+@pytest.mark.slow
 def test_a_model_of_every_layer_fits_when_compiled():
     model, x = _whole_model(), _inputs(TokenAndPositionEmbedding, 8, T)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

@@ -518,6 +518,7 @@ np.savez(sys.argv[2], loss=loss.numpy(), **after)
 """
 
 
+@pytest.mark.slow
 def test_a_step_on_two_devices_is_the_step_on_one_also_where_their_real_targets_differ(tmp_path):
     # A plain gradient step: AdamW would hide a gradient that is twice as long.
     model = gpt(V, T, D, H, num_layers=1)
