@@ -12,8 +12,7 @@ from keras_tinyattn._paths import local_path
 
 __all__ = ["listed", "opened"]
 
-# Weights hardly compress: a file that unpacks to more than this many bytes, and so many times its own
-# size besides, is none of weights.
+# Weights hardly compress: what unpacks to more than this, and this many times its own size, holds none.
 _UNPACKED_BYTES, _UNPACKED_RATIO = 100_000_000, 20
 
 
@@ -23,13 +22,7 @@ def opened(state_dict):
     if isinstance(state_dict, collections.abc.Mapping):
         yield list(state_dict), state_dict.__getitem__
         return
-    try:
-        path = local_path(state_dict)
-    except TypeError:
-        raise TypeError(
-            "A state dict maps names to tensors. Expected a mapping, or the path of a file. "
-            f"Received: {type(state_dict).__name__}. Give model.state_dict(), or save it to a file."
-        ) from None
+    path = local_path(state_dict)
     opener = {".npz": _open_npz, ".safetensors": _open_safetensors}.get(path.suffix.lower())
     if opener is None:
         raise ValueError(
