@@ -713,6 +713,16 @@ def test_the_card_says_what_the_export_is(lesson_path):
     }
 
 
+def test_every_check_passes_an_export_and_each_signature_is_checked_in_a_session_too(lesson_path):
+    rows = {label: (seen, passed) for label, seen, passed in _check_alone.main(lesson_path, "xla")}
+    assert [label for label, (_, passed) in rows.items() if not passed] == []
+    for name in TABLE:
+        assert {name, f"{name}, in a session"} <= set(rows)
+    for where in ("", ", in a session"):
+        assert f"prefill, step and sample{where}" in rows
+
+
+@pytest.mark.slow
 def test_verify_passes_an_export_and_says_so(lesson_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     assert command(["verify", str(lesson_path.parent)]) == 0

@@ -200,6 +200,7 @@ def test_a_run_is_neither_overwritten_nor_resumed_with_other_settings(unbroken, 
         train("--out", run, "--resume")
 
 
+@pytest.mark.slow
 def test_one_character_repeated_has_a_loss_of_zero(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("a" * 40)

@@ -649,6 +649,7 @@ def test_an_empty_directory_restores_nothing_and_a_model_of_another_shape_is_ref
         training.Checkpoints(unbroken[0], other, optimizer).restore()
 
 
+@pytest.mark.slow
 def test_a_broken_newest_checkpoint_falls_back_to_the_one_before(tmp_path):
     model, optimizer = fresh(dropout=0.0)
     checkpoints = training.Checkpoints(tmp_path, model, optimizer)
