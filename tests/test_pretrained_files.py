@@ -37,6 +37,38 @@ def _state_dict(width=D, layers=1, words=V):
     return {name: random.standard_normal(size, "float32") for name, size in sizes.items()}
 
 
+@pytest.mark.parametrize(
+    "prefix", ["transformer.", "_orig_mod.", "module.", "model.", "module._orig_mod.transformer."]
+)
+def test_names_may_come_with_the_prefixes_of_wrappers(prefix):
+    state = {prefix + name: value for name, value in _state_dict().items()}
+    expected = causal_lm_from_gpt2(_state_dict(), num_heads=H)(IDS)
+    np.testing.assert_array_equal(causal_lm_from_gpt2(state, num_heads=H)(IDS), expected)
+    del state[f"{prefix}h.0.ln_1.weight"]
+    with pytest.raises(ValueError, match=rf"Expected {prefix}h\.0\.ln_1\.weight as well\. Received: "):
+        causal_lm_from_gpt2(state, num_heads=H)
+
+
+@pytest.mark.parametrize("name", ["wte.weight", "h.0.attn.bias", "h.0.ln_1.weight"])
+def test_two_names_that_differ_in_a_prefix_are_refused(name):
+    state = {**_state_dict(), name: np.zeros(D), f"module.{name}": np.zeros(D)}
+    with pytest.raises(ValueError, match=rf"one name .*Received: {name}, module\.{name}\. "):
+        causal_lm_from_gpt2(state, num_heads=H)
+
+
+def test_absent_biases_are_zeros_and_a_few_absent_ones_an_error():
+    state = _state_dict()
+    layers = [name.removesuffix(".weight") for name in state if "ln_" in name or ".c_" in name]
+    sizes = {"attn.c_attn": 3 * D, "mlp.c_fc": 4 * D}
+    zeros = {f"{layer}.bias": np.zeros(sizes.get(layer[4:], D)) for layer in layers}
+    model = causal_lm_from_gpt2(state, num_heads=H)
+    np.testing.assert_array_equal(model(IDS), causal_lm_from_gpt2({**state, **zeros}, num_heads=H)(IDS))
+    for missing in zeros:
+        rest = {name: value for name, value in zeros.items() if name != missing}
+        with pytest.raises(ValueError, match=f"Expected {missing} as well"):
+            causal_lm_from_gpt2({**state, **rest}, num_heads=H)
+
+
 def test_a_block_may_be_wrapped_by_itself():
     state = {name.replace("h.0.", "h.0._orig_mod."): value for name, value in _state_dict().items()}
     expected = causal_lm_from_gpt2(_state_dict(), num_heads=H)(IDS)
@@ -69,6 +101,31 @@ def test_a_clone_starts_with_random_numbers_as_any_model_does():
             assert 0.01 < np.std(copied) < 0.03, ours.path
 
 
+@pytest.mark.parametrize(
+    ("value", "received"),
+    [
+        (None, "NoneType"),
+        ([[1.0]], "list"),
+        (np.zeros((V, D), int), "int64"),
+        (np.zeros((V, D), "int8"), "int8"),
+        (np.zeros((V, D), bool), "bool"),
+        (np.zeros((V, D), complex), "complex128"),
+        (np.zeros((V, D), object), "object"),
+        (np.zeros((V, D), ml_dtypes.float8_e4m3fn), "float8_e4m3fn"),
+    ],
+)
+def test_a_tensor_that_is_not_of_floats_is_named(value, received):
+    with pytest.raises(ValueError, match=rf"wte.weight is no float tensor.*Received: {received}\."):
+        causal_lm_from_gpt2({**_state_dict(), "wte.weight": value}, num_heads=H)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e300])
+def test_a_tensor_that_is_not_finite_is_named(value):
+    state = {**_state_dict(), "h.0.ln_1.weight": np.full(D, value)}
+    with pytest.raises(ValueError, match=r"h.0.ln_1.weight is not finite.*Received: NaN"):
+        causal_lm_from_gpt2(state, num_heads=H)
+
+
 @pytest.mark.parametrize("kind", ["float16", "bfloat16", ">f4", "f8"])
 def test_floats_of_every_width_are_read(kind):
     dtype = ml_dtypes.bfloat16 if kind == "bfloat16" else np.dtype(kind)
@@ -84,6 +141,19 @@ def test_names_received_are_shown_and_clipped():
         causal_lm_from_gpt2({}, num_heads=H)
     with pytest.raises(ValueError, match=r"Received: a\\nb, x{80}\.\.\.\. "):
         causal_lm_from_gpt2({**_state_dict(), "a\nb": 0, "x" * 10**6: 0}, num_heads=H)
+    with pytest.raises(TypeError, match=r"Expected strings\. Received: 5\."):
+        causal_lm_from_gpt2({**_state_dict(), 5: 0}, num_heads=H)
+    with pytest.raises(TypeError, match="A path is text"):
+        causal_lm_from_gpt2(None, num_heads=H)
+    with pytest.raises(ValueError, match="Expected 2 axes, none of size 0"):
+        causal_lm_from_gpt2({**_state_dict(), "wpe.weight": np.zeros((0, D), "f4")}, num_heads=H)
+
+
+@pytest.mark.parametrize("pattern", ["x.{}", "h.{}.x"])
+def test_a_hundred_thousand_names_are_judged_in_linear_time(pattern):
+    state = {pattern.format(index): 0 for index in range(100_000)}
+    with pytest.raises(ValueError, match=r"and \d+ more"):
+        causal_lm_from_gpt2({**_state_dict(), **state}, num_heads=H)
 
 
 # Files.
@@ -167,6 +237,7 @@ def test_an_npz_entry_with_a_damaged_header_is_refused(tmp_path, shape):
     ) as caught:
         causal_lm_from_gpt2(path, num_heads=H)
     assert len(str(caught.value)) < 600 + len(str(path))
+    assert "\n" not in str(caught.value)
 
 
 def test_an_npz_entry_that_is_pickled_or_there_twice_is_refused(tmp_path):
@@ -181,12 +252,37 @@ def test_an_npz_entry_that_is_pickled_or_there_twice_is_refused(tmp_path):
         causal_lm_from_gpt2(path, num_heads=H)
 
 
+def test_a_small_npz_file_that_unpacks_to_a_large_one_is_refused_before_it_is_unpacked(tmp_path):
+    path = tmp_path / "bomb.npz"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, value in _state_dict().items():
+            entry = io.BytesIO()
+            np.save(entry, value)
+            archive.writestr(f"{name}.npy", entry.getvalue())
+        with archive.open("bomb.npy", "w") as entry:
+            for _ in range(110):
+                entry.write(bytes(10**6))
+    assert path.stat().st_size < 200_000
+    with pytest.raises(ValueError, match=r"bomb\.npz, .* unpacks to 110,.* bytes, and the limit is 10"):
+        causal_lm_from_gpt2(path, num_heads=H)
+
+
 def test_compressed_weights_are_read(tmp_path):
     path = tmp_path / "weights.NPZ"
     with path.open("wb") as file:
         np.savez_compressed(file, **_state_dict())
     expected = causal_lm_from_gpt2(_state_dict(), num_heads=H)(IDS)
     np.testing.assert_array_equal(causal_lm_from_gpt2(path, num_heads=H)(IDS), expected)
+
+
+def test_without_the_safetensors_library_a_sentence_says_how_to_install_it(tmp_path, monkeypatch):
+    path = tmp_path / "model.safetensors"
+    save_file(_state_dict(), path)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(
+        ImportError, match=r'model.safetensors .*pip install "keras-tinyattn\[pretrained\]"'
+    ):
+        causal_lm_from_gpt2(path, num_heads=H)
 
 
 def test_a_path_of_weights_is_a_local_one(tmp_path, monkeypatch):
