@@ -292,7 +292,11 @@ def test_a_file_with_a_byte_order_mark_is_read_and_one_that_is_not_utf8_is_refus
     CharTokenizer("abc").save(path)
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     assert load_tokenizer(path).encode("cab") == [2, 0, 1]
-    for bad in (path.read_bytes().replace(b"a", b"\xff"), b"[" * 100_000, b'{"class": 1}'):
+    for bad in (
+        path.read_bytes().replace(b"a", b"\xff"),
+        b"[" * 100_000,
+        b'{"class": %s}' % (b"9" * 5000),
+    ):
         path.write_bytes(bad)
         with pytest.raises(ValueError, match="The file holds no tokenizer"):
             load_tokenizer(path)

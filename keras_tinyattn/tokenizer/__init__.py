@@ -22,15 +22,6 @@ __all__ = ["ByteTokenizer", "CharTokenizer", "WordTokenizer", "load_tokenizer"]
 # What the `class` in a tokenizer's file may be.
 _CLASSES = {cls.__name__: cls for cls in (ByteTokenizer, CharTokenizer, WordTokenizer)}
 
-_NO_TOKENIZER = (
-    AttributeError,
-    KeyError,
-    TypeError,
-    RecursionError,
-    UnicodeDecodeError,
-    json.JSONDecodeError,
-)
-
 
 def load_tokenizer(path):
     """The tokenizer that `save` wrote to a JSON file.
@@ -39,11 +30,15 @@ def load_tokenizer(path):
         ValueError: if the file holds no tokenizer.
     """
     data = local_path(path).read_bytes()
+    no_tokenizer = ValueError(
+        "The file holds no tokenizer. Expected JSON with a `class` among "
+        f"{', '.join(_CLASSES)}. Received: {path}. Give a file that a tokenizer's save wrote."
+    )
     try:
         config = json.loads(data.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise no_tokenizer from error
+    try:
         return _CLASSES[config.pop("class")](**config)
-    except _NO_TOKENIZER as error:
-        raise ValueError(
-            "The file holds no tokenizer. Expected JSON with a `class` among "
-            f"{', '.join(_CLASSES)}. Received: {path}. Give a file that a tokenizer's save wrote."
-        ) from error
+    except (AttributeError, KeyError, TypeError) as error:
+        raise no_tokenizer from error
