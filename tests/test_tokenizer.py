@@ -263,6 +263,8 @@ def test_half_a_surrogate_pair_is_refused_with_its_place(tokenizer):
 def test_only_texts_are_tokenized(wrong):
     with pytest.raises(ValueError, match=r"texts must be text\. Expected a string, or bytes"):
         ByteTokenizer().tokenize(wrong)
+    with pytest.raises(ValueError, match="texts must be text"):
+        tf.data.Dataset.range(2).map(ByteTokenizer().tokenize)
 
 
 def test_what_is_no_ids_or_lengths_of_them_is_not_detokenized():

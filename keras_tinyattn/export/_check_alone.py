@@ -72,11 +72,11 @@ def main(folder, mode, *_):
             continue
         if mode == "xla" and names == ["generate"]:
             names.append("generate_xla")
+        if names == ["prefill"]:
+            prompt = inputs
         for where, call in callers.items():
             for name in names:
                 label = name + where + suffix
-                if name == "prefill":
-                    prompt = inputs
                 if name in ("sample", "step"):
                     row = check(
                         label, answer["outputs"], go_on, call, name, prompt, inputs, dtypes=dtypes
