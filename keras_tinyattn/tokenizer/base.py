@@ -258,8 +258,8 @@ def as_texts(name, value):
     """
     if isinstance(value, tf.Tensor) and value.dtype == tf.string:
         return value
-    # As objects, since NumPy's own strings lose null characters at their end. Other tensors are no text,
-    # and those of a graph have no values here.
+    # As objects, since NumPy's own strings lose null characters at their end. Another tensor is no
+    # text, and in a graph it has no values.
     array = np.asarray(None if isinstance(value, tf.Tensor) else plain(value), object)
     texts = [as_text(part) for part in array.flat]
     if None in texts:
